@@ -1,0 +1,1 @@
+"""DataProto: the one object that every stage of an RL post-training loop passes on."""

@@ -1,0 +1,1 @@
+"""Rollout engines behind one contract, and the in-place reshard that feeds them weights."""

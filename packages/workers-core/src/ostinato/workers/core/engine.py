@@ -1,0 +1,137 @@
+"""The contract between the role workers and a training engine.
+
+The roles (`actor.py`, `critic.py`, `reward.py`) and the one update loop (`update.py`) are written against
+`TrainEngine`; FSDP and Megatron implement it. An engine knows one model, its optimizer and how both lie on the ranks; it
+knows no algorithm: what to do with the outputs of a forward pass comes as a closure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, TypeVar, runtime_checkable
+
+import torch
+
+from ostinato.controller.topology import Coordinates
+from ostinato.rollout.base import WeightSource
+from ostinato.workers.core.microbatch import PackedRows
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class TokenOutputs:
+    """What a model says at the predicting positions of one micro-batch.
+
+    All tensors are 1-D over the N positions of `PackedRows.predict`, float32, on the engine's device.
+
+    Attributes:
+        log_probs: (N,) log-probability of each position's label under the temperature-scaled distribution; language
+            model head only.
+        entropy: (N,) entropy in nats of the same distribution; present where it was asked for.
+        values: (N,) output of a scalar head (critic or reward model).
+    """
+
+    log_probs: torch.Tensor | None = None
+    entropy: torch.Tensor | None = None
+    values: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class StepStats:
+    """One optimizer step.
+
+    Attributes:
+        grad_norm: l2 norm of the whole model's gradient, over all ranks, before clipping.
+        lr: the learning rate that this step used.
+        skipped: True where the gradient was not finite and no weight was changed.
+    """
+
+    grad_norm: float
+    lr: float
+    skipped: bool = False
+
+
+OutputFn = Callable[[TokenOutputs, PackedRows], T]
+"""Called once a micro-batch without gradients; what it returns is collected."""
+
+LossFn = Callable[[TokenOutputs, PackedRows], tuple[torch.Tensor, T]]
+"""Called once a micro-batch; returns this micro-batch's share of the loss (a scalar that has already been divided by the
+global count) and anything to collect."""
+
+
+@runtime_checkable
+class TrainEngine(Protocol):
+    """A model, its optimizer and their layout over the ranks. At most twelve members."""
+
+    def build(self) -> None:
+        """Load the model, lay it out over the ranks and make the optimizer. Called once, on every rank."""
+        ...
+
+    @property
+    def coordinates(self) -> Coordinates:
+        """This rank's place: data-parallel rank and size, and whether it answers for its data-parallel rank."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """Where micro-batches must lie."""
+        ...
+
+    def forward(
+        self, micro_batches: Sequence[PackedRows], fn: OutputFn[T], *, entropy: bool = False
+    ) -> list[T] | None:
+        """Run micro-batches without gradients.
+
+        Every rank passes the same number of micro-batches (some may hold no row). Ranks that do not see the outputs
+        (all but the last pipeline stage) return None.
+        """
+        ...
+
+    def forward_backward(
+        self, micro_batches: Sequence[PackedRows], fn: LossFn[T], *, entropy: bool = False
+    ) -> list[T] | None:
+        """Run micro-batches with gradients and add them up.
+
+        After the call the gradient is the SUM over all micro-batches and all data-parallel ranks of the gradients of the
+        scalars that `fn` returned: no division by ranks or micro-batches anywhere.
+        """
+        ...
+
+    def optimizer_step(self) -> StepStats:
+        """Clip by the global norm, step, advance the learning-rate schedule, zero the gradients."""
+        ...
+
+    def reduce(self, values: torch.Tensor) -> torch.Tensor:
+        """Sum a small tensor over the data-parallel ranks; every rank gets the same result."""
+        ...
+
+    def onload(self, *, params: bool = True, optimizer: bool = True) -> None:
+        """Bring parameters and optimizer state to the device; nothing happens to what is there already."""
+        ...
+
+    def offload(self, *, params: bool = True, optimizer: bool = True) -> None:
+        """Move parameters and optimizer state to host memory and free the device's."""
+        ...
+
+    def weight_source(self) -> WeightSource:
+        """The model's weights under their Hugging Face names, gathered one after another."""
+        ...
+
+    def save(self, path: Path) -> None:
+        """Write model, optimizer, schedule and random state under `path`; collective over all ranks."""
+        ...
+
+    def load(self, path: Path) -> None:
+        """Read what `save` wrote, at any world size; collective over all ranks."""
+        ...
+
+
+EngineFactory = Callable[..., Any]
+"""How a role worker gets its engine: `factory(head=..., model=..., optim=..., engine=..., trainable=...)`.
+
+`head` is `"lm"` or `"value"`; the other arguments are the config objects of `config.py`. Factories are passed by import
+path (`"ostinato.workers.fsdp:FsdpEngine"`), so that `workers.core` imports no engine.
+"""

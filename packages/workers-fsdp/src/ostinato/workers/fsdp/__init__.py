@@ -1,0 +1,1 @@
+"""FsdpEngine: ostinato's TrainEngine on PyTorch FSDP2."""
