@@ -1,0 +1,47 @@
+"""From a configuration to a rollout engine."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ostinato.rollout.backends import load_backend
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import torch
+
+    from ostinato.rollout.base import Rollout
+    from ostinato.rollout.config import RolloutConfig
+
+
+def build_rollout(
+    config: RolloutConfig,
+    *,
+    model_path: str | Path,
+    device: torch.device | str = "cpu",
+    dp_rank: int = 0,
+    dp_size: int = 1,
+    tokenizer: Any = None,
+    **options: Any,
+) -> Rollout:
+    """Make the rollout engine that `config.name` asks for. It is asleep until woken.
+
+    Args:
+        config: everything under `actor_rollout_ref.rollout`.
+        model_path: local folder with `config.json` (and weights, where `load_format` is not "dummy").
+        device: where the engine computes.
+        dp_rank: this engine's place among `dp_size` independent engines.
+        dp_size: number of independent engines.
+        tokenizer: gives the padding and end tokens where it is passed; the model's own are used otherwise.
+        options: what only one engine knows, passed on to its adapter.
+
+    Raises:
+        UnknownBackend: no engine of this name.
+        BackendUnavailable: the engine is not installed.
+        BackendNotImplemented: this version has no adapter for it.
+    """
+    adapter = load_backend(config.name)
+    return adapter(
+        config, model_path=model_path, device=device, dp_rank=dp_rank, dp_size=dp_size, tokenizer=tokenizer, **options
+    )
