@@ -1,8 +1,8 @@
 """The contract between the role workers and a training engine.
 
 The roles (`actor.py`, `critic.py`, `reward.py`) and the one update loop (`update.py`) are written against
-`TrainEngine`; FSDP and Megatron implement it. An engine knows one model, its optimizer and how both lie on the ranks; it
-knows no algorithm: what to do with the outputs of a forward pass comes as a closure.
+`TrainEngine`; FSDP and Megatron implement it. An engine knows one model, its optimizer and how both lie on the ranks;
+it knows no algorithm: what to do with the outputs of a forward pass comes as a closure.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ OutputFn = Callable[[TokenOutputs, PackedRows], T]
 """Called once a micro-batch without gradients; what it returns is collected."""
 
 LossFn = Callable[[TokenOutputs, PackedRows], tuple[torch.Tensor, T]]
-"""Called once a micro-batch; returns this micro-batch's share of the loss (a scalar that has already been divided by the
-global count) and anything to collect."""
+"""Called once a micro-batch; returns this micro-batch's share of the loss (a scalar that has already been divided by
+the global count) and anything to collect. What it returns for a micro-batch without a token is 0 and may carry no graph."""
 
 
 @runtime_checkable
@@ -67,7 +67,10 @@ class TrainEngine(Protocol):
     """A model, its optimizer and their layout over the ranks. At most twelve members."""
 
     def build(self) -> None:
-        """Load the model, lay it out over the ranks and make the optimizer. Called once, on every rank."""
+        """Load the model, lay it out over the ranks and make the optimizer. Called once, on every rank.
+
+        Everything is on the device afterwards, whatever the offload flags say: the worker offloads by them.
+        """
         ...
 
     @property
@@ -80,9 +83,7 @@ class TrainEngine(Protocol):
         """Where micro-batches must lie."""
         ...
 
-    def forward(
-        self, micro_batches: Sequence[PackedRows], fn: OutputFn[T], *, entropy: bool = False
-    ) -> list[T] | None:
+    def forward(self, micro_batches: Sequence[PackedRows], fn: OutputFn[T], *, entropy: bool = False) -> list[T] | None:
         """Run micro-batches without gradients.
 
         Every rank passes the same number of micro-batches (some may hold no row). Ranks that do not see the outputs
@@ -95,8 +96,8 @@ class TrainEngine(Protocol):
     ) -> list[T] | None:
         """Run micro-batches with gradients and add them up.
 
-        After the call the gradient is the SUM over all micro-batches and all data-parallel ranks of the gradients of the
-        scalars that `fn` returned: no division by ranks or micro-batches anywhere.
+        After the call the gradient is the SUM over all micro-batches and all data-parallel ranks of the gradients of
+        the scalars that `fn` returned: no division by ranks or micro-batches anywhere.
         """
         ...
 
@@ -105,7 +106,10 @@ class TrainEngine(Protocol):
         ...
 
     def reduce(self, values: torch.Tensor) -> torch.Tensor:
-        """Sum a small tensor over the data-parallel ranks; every rank gets the same result."""
+        """Sum a small tensor over the data-parallel ranks.
+
+        Every rank gets the same result, a new tensor on the device of `values` (which may be the CPU's).
+        """
         ...
 
     def onload(self, *, params: bool = True, optimizer: bool = True) -> None:
