@@ -61,7 +61,7 @@ class Rollout(Protocol):
     """A generation engine that shares its device with a training engine.
 
     States, in the order of a step: asleep -> `wake("weights")` -> `load_weights`... -> `finish_load` ->
-    `wake("kv_cache")` -> `generate`... -> `sleep`. A call outside this order raises `EngineState`. `sleep` forgets the
+    `wake("kv_cache")` -> `generate`... -> `sleep`. A call outside this order raises `EngineStateError`. `sleep` forgets the
     weights: generation after it needs a new whole load.
     """
 
@@ -91,7 +91,7 @@ class Rollout(Protocol):
         ...
 
     def finish_load(self) -> None:
-        """Declare the load whole. Raises `EngineState` where a weight never came; drops caches of older weights."""
+        """Declare the load whole. Raises `EngineStateError` where a weight never came; drops caches of older weights."""
         ...
 
     def sleep(self) -> None:
@@ -107,7 +107,7 @@ class Rollout(Protocol):
             sampling: how to draw tokens.
 
         Returns:
-            At least one row for each prompt row, in prompt order: the columns of the design, plus `uid`, `rollout_id` and
+            At least one row for each prompt row, in prompt order: the columns of the design, `uid`, `rollout_id` and
             `finish_reason` ("stop", "length" or "abort"; the response mask of an aborted row is all 0).
         """
         ...

@@ -37,9 +37,9 @@ def build_rollout(
         options: what only one engine knows, passed on to its adapter.
 
     Raises:
-        UnknownBackend: no engine of this name.
-        BackendUnavailable: the engine is not installed.
-        BackendNotImplemented: this version has no adapter for it.
+        UnknownBackendError: no engine of this name.
+        BackendUnavailableError: the engine is not installed.
+        BackendNotImplementedError: this version has no adapter for it.
     """
     adapter = load_backend(config.name)
     return adapter(

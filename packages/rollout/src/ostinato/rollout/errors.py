@@ -19,19 +19,19 @@ class ConfigError(RolloutError, ValueError):
         self.key = key
 
 
-class UnknownBackend(ConfigError):
+class UnknownBackendError(ConfigError):
     """A rollout engine of this name was never registered."""
 
 
-class BackendUnavailable(RolloutError, ImportError):
+class BackendUnavailableError(RolloutError, ImportError):
     """The engine behind a known backend is not installed here."""
 
 
-class BackendNotImplemented(RolloutError, NotImplementedError):
+class BackendNotImplementedError(RolloutError, NotImplementedError):
     """The name is known, the engine may be installed, but this version has no backend for it."""
 
 
-class WeightMismatch(RolloutError, ValueError):
+class WeightMismatchError(RolloutError, ValueError):
     """The weights of the training engine and of the rollout engine do not fit, by name, shape or value.
 
     Attributes:
@@ -54,7 +54,7 @@ class WeightMismatch(RolloutError, ValueError):
         self.shapes = shapes
 
 
-class EngineState(RolloutError, RuntimeError):
+class EngineStateError(RolloutError, RuntimeError):
     """A call that the engine's state forbids: asleep, no weights yet, or only a part of them."""
 
 

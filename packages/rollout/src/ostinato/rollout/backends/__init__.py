@@ -7,7 +7,12 @@ import importlib.util
 from dataclasses import dataclass
 from typing import Any
 
-from ostinato.rollout.errors import BackendNotImplemented, BackendUnavailable, ConfigError, UnknownBackend
+from ostinato.rollout.errors import (
+    BackendNotImplementedError,
+    BackendUnavailableError,
+    ConfigError,
+    UnknownBackendError,
+)
 
 NAME_KEY = "actor_rollout_ref.rollout.name"
 
@@ -71,10 +76,10 @@ def find_backend(name: str) -> Backend:
     """The entry of one name.
 
     Raises:
-        UnknownBackend: no such name; the message lists the known ones.
+        UnknownBackendError: no such name; the message lists the known ones.
     """
     if name not in _BACKENDS:
-        raise UnknownBackend(
+        raise UnknownBackendError(
             f"{NAME_KEY}: no rollout engine is called {name!r}; known are {', '.join(backend_names())}.", key=NAME_KEY
         )
     return _BACKENDS[name]
@@ -91,20 +96,20 @@ def check_installed(name: str) -> None:
     """Refuse an engine that this machine cannot run. Imports nothing heavy.
 
     Raises:
-        UnknownBackend: no such name.
-        BackendUnavailable: the engine is not installed; the message holds the line that installs it.
-        BackendNotImplemented: this version of the wheel has no adapter for the engine.
+        UnknownBackendError: no such name.
+        BackendUnavailableError: the engine is not installed; the message holds the line that installs it.
+        BackendNotImplementedError: this version of the wheel has no adapter for the engine.
     """
     backend = find_backend(name)
     if backend.requires and not _is_importable(backend.requires):
-        raise BackendUnavailable(
+        raise BackendUnavailableError(
             f"{NAME_KEY}={name}: the module {backend.requires!r} is not installed in this environment. "
             f"Install it with: {backend.install}",
             name=backend.requires,
         )
     module = backend.target.partition(":")[0]
     if not _is_importable(module):
-        raise BackendNotImplemented(
+        raise BackendNotImplementedError(
             f"{NAME_KEY}={name}: this version of ostinato-rollout has no adapter ({module}) for it. "
             f"Use another engine (known: {', '.join(backend_names())}) or a newer ostinato-rollout."
         )
