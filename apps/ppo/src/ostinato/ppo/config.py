@@ -9,14 +9,17 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, TypeVar
 
 from ostinato.ppo.errors import ConfigError, Problem
 from ostinato.ppo.schema import build
-from ostinato.rollout.config import RolloutConfig
-from ostinato.workers.core.config import ActorConfig, CriticConfig, ModelConfig, RefConfig, RewardModelConfig
+from ostinato.workers.core.config import ActorConfig, CriticConfig, RefConfig, RewardModelConfig
+from ostinato.workers.core.config import ActorRolloutRefConfig as WorkerConfig
 from ostinato.workers.fsdp.config import FsdpConfig
+
+NO_KEY = {"derived": True}
+"""Metadata of a field of the wheels below that a user cannot set: it is worked out, or no engine here reads it."""
 
 FOLLOWS: dict[str, str] = {
     "data.seed": "trainer.seed",
@@ -24,7 +27,6 @@ FOLLOWS: dict[str, str] = {
     "actor_rollout_ref.rollout.prompt_length": "data.max_prompt_length",
     "actor_rollout_ref.rollout.response_length": "data.max_response_length",
     "critic.model.path": "actor_rollout_ref.model.path",
-    "critic.ppo_mini_batch_size": "actor_rollout_ref.actor.ppo_mini_batch_size",
     "critic.ppo_epochs": "actor_rollout_ref.actor.ppo_epochs",
 }
 """Keys that take another key's value until they are given one of their own."""
@@ -257,58 +259,63 @@ class CustomRewardConfig:
 
 @dataclass(frozen=True)
 class ActorSection(ActorConfig):
-    """The actor's keys, and how the FSDP engine lays it out.
+    """The actor's keys, and how its engine lays it out.
 
     Attributes:
         fsdp_config: layout, offload and number types of the FSDP engine.
     """
 
     fsdp_config: FsdpConfig = field(default_factory=FsdpConfig)
+    megatron: Any = field(default=None, metadata=NO_KEY)
 
 
 @dataclass(frozen=True)
 class RefSection(RefConfig):
-    """The reference's keys, and how the FSDP engine lays it out.
+    """The reference's keys, and how its engine lays it out.
 
     Attributes:
         fsdp_config: layout, offload and number types of the FSDP engine.
     """
 
     fsdp_config: FsdpConfig = field(default_factory=FsdpConfig)
+    megatron: Any = field(default=None, metadata=NO_KEY)
 
 
 @dataclass(frozen=True)
 class CriticSection(CriticConfig):
-    """The critic's keys, and how the FSDP engine lays it out.
+    """The critic's keys, and how its engine lays it out.
 
     Attributes:
         fsdp_config: layout, offload and number types of the FSDP engine.
     """
 
     fsdp_config: FsdpConfig = field(default_factory=FsdpConfig)
+    megatron: Any = field(default=None, metadata=NO_KEY)
+
+
+Role = TypeVar("Role", ActorSection, CriticSection)
 
 
 @dataclass(frozen=True)
 class RewardModelSection(RewardModelConfig):
-    """The reward model's keys, where it runs, and how the FSDP engine lays it out.
+    """The reward model's keys, where it runs, and how its engine lays it out.
 
     Attributes:
-        enable: score with a reward model as well.
         enable_resource_pool: give it GPUs of its own instead of the actor's.
         n_gpus_per_node: GPUs a node of that pool; on a CPU, processes.
         nnodes: nodes of that pool.
         fsdp_config: layout, offload and number types of the FSDP engine.
     """
 
-    enable: bool = False
     enable_resource_pool: bool = False
     n_gpus_per_node: int = 1
     nnodes: int = 1
     fsdp_config: FsdpConfig = field(default_factory=FsdpConfig)
+    megatron: Any = field(default=None, metadata=NO_KEY)
 
 
 @dataclass(frozen=True)
-class ActorRolloutRefConfig:
+class ActorRolloutRefConfig(WorkerConfig):
     """The policy in its three roles.
 
     Attributes:
@@ -318,10 +325,8 @@ class ActorRolloutRefConfig:
         rollout: generation.
     """
 
-    model: ModelConfig = field(default_factory=ModelConfig)
     actor: ActorSection = field(default_factory=ActorSection)
     ref: RefSection = field(default_factory=RefSection)
-    rollout: RolloutConfig = field(default_factory=RolloutConfig)
 
 
 @dataclass(frozen=True)
@@ -345,6 +350,14 @@ class PpoConfig:
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     custom_reward_function: CustomRewardConfig = field(default_factory=CustomRewardConfig)
+
+    def __post_init__(self) -> None:
+        """Work out the optimizer steps of one pass, for actor and critic: prompts // prompts."""
+        batch, hybrid, critic = self.data.train_batch_size, self.actor_rollout_ref, self.critic
+        actor = replace(hybrid.actor, num_mini_batches=mini_batches(batch, hybrid.actor.ppo_mini_batch_size))
+        critic = replace(critic, num_mini_batches=mini_batches(batch, self.critic_mini_batch_size))
+        object.__setattr__(self, "actor_rollout_ref", replace(hybrid, actor=actor))
+        object.__setattr__(self, "critic", critic)
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> PpoConfig:
@@ -385,14 +398,9 @@ class PpoConfig:
         return "values" in inspect.signature(get_adv_estimator(self.algorithm.adv_estimator)).parameters
 
     @property
-    def num_mini_batches(self) -> int:
-        """The actor's optimizer steps an epoch: prompts // prompts, at least one."""
-        return mini_batches(self.data.train_batch_size, self.actor_rollout_ref.actor.ppo_mini_batch_size)
-
-    @property
-    def num_critic_mini_batches(self) -> int:
-        """The critic's optimizer steps an epoch."""
-        return mini_batches(self.data.train_batch_size, self.critic.ppo_mini_batch_size)
+    def critic_mini_batch_size(self) -> int:
+        """Prompts of one optimizer step of the critic: its own number, or the actor's."""
+        return self.critic.ppo_mini_batch_size or self.actor_rollout_ref.actor.ppo_mini_batch_size
 
     def steps_per_epoch(self, num_prompts: int) -> int:
         """Training steps an epoch over `num_prompts` prompts; an incomplete last batch is left out."""
@@ -404,10 +412,31 @@ class PpoConfig:
         limit = self.trainer.total_training_steps
         return planned if limit is None else limit
 
+    def with_total_steps(self, num_prompts: int) -> PpoConfig:
+        """The same run with the lengths of both learning-rate schedules filled in, where they were left at -1.
+
+        Args:
+            num_prompts: training prompts, after filtering.
+        """
+        steps = self.total_steps(num_prompts)
+        hybrid, critic = self.actor_rollout_ref, self.critic
+        actor = _with_optimizer_steps(hybrid.actor, max(steps - self.trainer.critic_warmup, 0))
+        return replace(
+            self, actor_rollout_ref=replace(hybrid, actor=actor), critic=_with_optimizer_steps(critic, steps)
+        )
+
 
 def mini_batches(train_batch_size: int, ppo_mini_batch_size: int) -> int:
     """Mini-batches of a batch, both counted in prompts; a mini-batch larger than the batch is the whole batch."""
     return max(train_batch_size // ppo_mini_batch_size, 1)
+
+
+def _with_optimizer_steps(role: Role, steps: int) -> Role:
+    """A role whose schedule knows its length: steps × passes × mini-batches."""
+    if role.optim.total_training_steps != -1:
+        return role
+    total = steps * role.ppo_epochs * role.num_mini_batches
+    return replace(role, optim=replace(role.optim, total_training_steps=total))
 
 
 def follow(values: Mapping[str, Any]) -> dict[str, Any]:

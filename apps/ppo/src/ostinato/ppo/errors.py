@@ -63,5 +63,5 @@ class CheckpointError(PpoError, RuntimeError):
     """A checkpoint cannot be read, or belongs to another run."""
 
 
-class RunFolderBusy(CheckpointError):
+class RunFolderBusy(CheckpointError):  # noqa: N818  (it names a state, not a fault)
     """Another live run holds the run folder."""

@@ -20,8 +20,8 @@ from ostinato.ppo.errors import Problem
 C = TypeVar("C")
 
 
-class _Mismatch(Exception):
-    """A value is not of its field's type; carries what was expected."""
+class _WrongType(Exception):  # noqa: N818  (caught where it is raised)
+    """A value is not of its field's type."""
 
 
 @cache
@@ -86,7 +86,7 @@ def type_text(annotation: Any) -> str:
 def nearest_key(cls: type, key: str) -> str | None:
     """The real key that an unknown one most likely means, or None.
 
-    First the same last name elsewhere, or a likeness of the last name in the same section; then a likeness of the whole.
+    A likeness in the same section comes first, then the same last name elsewhere, then a likeness of the whole.
     """
     known = [name for name, *_ in leaves(cls)]
     if key in RENAMED and RENAMED[key] in known:
@@ -158,7 +158,7 @@ def build(
             continue
         try:
             arguments[name] = _convert(value, known[name])
-        except _Mismatch:
+        except _WrongType:
             expected = "a section" if section else type_text(known[name])
             problems.append(Problem(key, f"expected {expected}, got {_value_text(value)}"))
     return _construct(cls, arguments, problems, prefix)
@@ -220,7 +220,7 @@ def _convert(value: Any, annotation: Any) -> Any:
     """A value as its field wants it.
 
     Raises:
-        _Mismatch: it is none.
+        _WrongType: it is none.
     """
     options = _options(annotation)
     if len(options) > 1:
@@ -232,9 +232,9 @@ def _convert(value: Any, annotation: Any) -> Any:
         for option in (option for option in options if option is not types.NoneType):
             try:
                 return _convert(value, option)
-            except _Mismatch:
+            except _WrongType:
                 continue
-        raise _Mismatch
+        raise _WrongType
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if annotation is Any:
         return value
@@ -243,12 +243,12 @@ def _convert(value: Any, annotation: Any) -> Any:
     if (origin or annotation) in (list, tuple):
         items = value if isinstance(value, list | tuple) else [value]
         if value is None or isinstance(value, Mapping):
-            raise _Mismatch
+            raise _WrongType
         inner = arguments[0] if arguments else Any
         return (origin or annotation)(_convert(item, inner) for item in items)
     if is_mapping(annotation):
         if not isinstance(value, Mapping):
-            raise _Mismatch
+            raise _WrongType
         return dict(value)
     return _scalar(value, annotation)
 
@@ -257,7 +257,7 @@ def _one_of(value: Any, members: tuple[Any, ...]) -> Any:
     for member in members:
         if value == member and isinstance(value, bool) == isinstance(member, bool):
             return member
-    raise _Mismatch
+    raise _WrongType
 
 
 def _scalar(value: Any, annotation: Any) -> Any:
@@ -275,7 +275,7 @@ def _scalar(value: Any, annotation: Any) -> Any:
             return value
         if isinstance(value, str):
             return annotation(value)  # paths and the like
-    raise _Mismatch
+    raise _WrongType
 
 
 def _value_text(value: Any) -> str:
