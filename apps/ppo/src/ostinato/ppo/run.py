@@ -1,0 +1,117 @@
+"""From a checked configuration to a finished run: builds what `Trainer` is handed, here or on a Ray cluster."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ostinato.ppo.config import PpoConfig
+
+logger = logging.getLogger(__name__)
+
+Event = dict[str, Any]
+
+
+def run(config: PpoConfig, on_event: Callable[[Event], None]) -> None:
+    """Run a configuration to its end.
+
+    With `trainer.backend=local` everything happens in this process; with `ray` the loop runs in an actor on the cluster and
+    this process only shows what it reports.
+
+    Args:
+        config: a configuration that `preflight.check` passed.
+        on_event: is called in this process with each event of the run (see `tracking`).
+
+    Raises:
+        LaunchError: this machine or cluster lacks what the configuration asks for.
+    """
+    from ostinato.ppo.preflight import check_launch
+
+    config = with_device(config)
+    check_launch(config)
+    if config.trainer.backend == "local":
+        train(config, emit=on_event)
+        return
+    from ostinato.controller.ray import driver, env
+
+    with env.ray_session():
+        driver.run_on_cluster(train, config, on_event=on_event)
+
+
+def train(config: PpoConfig, *, emit: Callable[[Event], None]) -> None:
+    """The whole run in this process: the driver's side of every stage.
+
+    Args:
+        config: the configuration, `trainer.device` settled.
+        emit: receives the run's events.
+    """
+    from ostinato.ppo.checkpoint import Checkpoints, model_fingerprint
+    from ostinato.ppo.data import Schedule, load_tokenizer
+    from ostinato.ppo.placement import open_backend, place
+    from ostinato.ppo.rewards import build_reward
+    from ostinato.ppo.tracking import Tracker
+    from ostinato.ppo.trainer import Trainer
+    from ostinato.ppo.validation import Validation
+
+    trainer = config.trainer
+    with ExitStack() as stack:
+        checkpoints = Checkpoints(trainer.default_local_dir, trainer.max_actor_ckpt_to_keep)
+        stack.callback(checkpoints.close)
+        checkpoints.claim(model_fingerprint(config.actor_rollout_ref.model.path))
+        tokenizer = load_tokenizer(config.actor_rollout_ref.model)
+        schedule = Schedule(config.data, tokenizer, config.trainer)
+        config = with_schedule(config, schedule.total_steps)
+        tracker = Tracker(trainer.logger, Path(trainer.default_local_dir), config, emit=emit)
+        stack.callback(tracker.close)
+        backend = open_backend(config)
+        stack.callback(backend.shutdown)
+        placement = place(config)
+        groups = backend.launch(placement.roles, placement.pools)
+        for group in reversed(groups.values()):  # the actor last: its rollout engine sizes its cache by what is left
+            group.init_model()
+        reward = build_reward(config, tokenizer, groups)
+        stack.callback(reward.close)
+        validation = Validation(config, tokenizer) if config.data.val_files else None
+        Trainer(config, groups, reward, schedule, validation, tracker, checkpoints).fit()
+
+
+def with_device(config: PpoConfig) -> PpoConfig:
+    """Settle `trainer.device=auto`: CUDA where there is a device, else the CPU."""
+    if config.trainer.device != "auto":
+        return config
+    import torch
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return replace(config, trainer=replace(config.trainer, device=device))
+
+
+def with_schedule(config: PpoConfig, total_steps: int) -> PpoConfig:
+    """Fill in what only the data tells: how many optimizer steps each trained role will take.
+
+    Args:
+        config: the configuration.
+        total_steps: training steps of the whole run.
+    """
+    hybrid, critic = config.actor_rollout_ref, config.critic
+    actor = replace(
+        hybrid.actor,
+        num_mini_batches=config.num_mini_batches,
+        optim=_optim(hybrid.actor, total_steps * config.num_mini_batches),
+    )
+    critic = replace(
+        critic,
+        num_mini_batches=config.num_critic_mini_batches,
+        optim=_optim(critic, total_steps * config.num_critic_mini_batches),
+    )
+    return replace(config, actor_rollout_ref=replace(hybrid, actor=actor), critic=critic)
+
+
+def _optim(role: Any, updates: int) -> Any:
+    """A role's optimizer with the length of its schedule, in optimizer steps, filled in where it was left open."""
+    if role.optim.total_training_steps > 0:
+        return role.optim
+    return replace(role.optim, total_training_steps=updates * role.ppo_epochs)

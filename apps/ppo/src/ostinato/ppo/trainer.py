@@ -1,0 +1,148 @@
+"""The loop: generate, score, estimate, update. One plain Python function on the driver.
+
+`Trainer` is handed everything that it uses (groups, reward, schedule, tracker, checkpoints) by `run.py` and knows neither Ray
+nor Hydra nor an engine. It passes one `DataProto` from stage to stage and looks at values only through `.get(columns)`.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ostinato.ppo.balance import balance
+from ostinato.ppo.checkpoint import Checkpoints
+from ostinato.ppo.config import PpoConfig
+from ostinato.ppo.data import Schedule, follow, rollouts
+from ostinato.ppo.estimate import Estimate
+from ostinato.ppo.metrics import batch_metrics
+from ostinato.ppo.tracking import Tracker
+from ostinato.ppo.validate import Validation
+from ostinato.protocol import DataProto, Metric, columns
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Trainer:
+    """One run.
+
+    Attributes:
+        config: the whole configuration, checked.
+        groups: worker groups by role: `actor`, and `critic` and `reward_model` where the configuration has them.
+        reward: `batch -> token_level_scores`, a rule on the driver or the reward model's group method.
+        schedule: the training data, step by step.
+        validation: the validation pass, or None without validation data.
+        tracker: metrics, timings, progress.
+        checkpoints: the run folder.
+    """
+
+    config: PpoConfig
+    groups: Mapping[str, Any]
+    reward: Callable[[DataProto], DataProto]
+    schedule: Schedule
+    validation: Validation | None
+    tracker: Tracker
+    checkpoints: Checkpoints
+
+    def __post_init__(self) -> None:
+        config = self.config
+        self.actor = self.groups["actor"]
+        self.critic = self.groups.get("critic")
+        self.reference = self.actor if config.needs_reference else None
+        self.estimate = Estimate(config.algorithm)
+        self.step = 0
+        self.num_mini_batches = config.num_mini_batches
+        if self.critic:  # the finest cut that both roles' mini-batches are whole multiples of
+            self.num_mini_batches = math.lcm(config.num_mini_batches, config.num_critic_mini_batches)
+
+    def fit(self) -> None:
+        """Train until the schedule ends, from the newest checkpoint on where there is one."""
+        cfg, trainer = self.config, self.config.trainer
+        self.resume()
+        if trainer.val_before_train and self.step == 0:
+            self.validate()
+        for step, batch in self.schedule.steps():
+            with self.tracker.step(step) as log:
+                batch = rollouts(batch, cfg.actor_rollout_ref.rollout.n)
+                with log.time("gen"):
+                    generated = self.actor.generate_sequences(batch.select(columns.PROMPT))
+                    batch = follow(batch, generated)
+                with log.time("reward"):
+                    batch = batch.union(self.reward(batch))
+                batch = balance(batch, self.dp_size, self.num_mini_batches, enabled=trainer.balance_batch)
+                with log.time("old_log_prob"):
+                    batch = batch.union(self.actor.compute_log_prob(batch))
+                if self.reference:
+                    with log.time("ref"):
+                        batch = batch.union(self.reference.compute_ref_log_prob(batch))
+                if self.critic:
+                    with log.time("values"):
+                        batch = batch.union(self.critic.compute_values(batch))
+                with log.time("adv"):
+                    batch = batch.union(self.estimate(batch))
+                if self.critic:
+                    with log.time("update_critic"):
+                        log.add(self.critic.update_critic(batch))
+                if step > trainer.critic_warmup:
+                    with log.time("update_actor"):
+                        log.add(self.actor.update_actor(batch))
+                log.add(batch_metrics(batch, cfg.data.max_response_length, log.timings, self.num_processes))
+                self.step = step
+                if self.due(trainer.test_freq):
+                    with log.time("testing"):
+                        log.add(self.validate())
+                if self.due(trainer.save_freq):
+                    with log.time("save_checkpoint"):
+                        self.save()
+
+    def validate(self) -> dict[str, Metric]:
+        """Generate for every validation prompt and score the answers; returns `val-core/*` and `val-aux/*`."""
+        return self.validation.run(self.step, self.actor, self.reward) if self.validation else {}
+
+    def due(self, frequency: int) -> bool:
+        """Whether something with this frequency (steps; below 1: never) is to happen now; the last step always counts."""
+        return frequency > 0 and (self.step % frequency == 0 or self.step == self.schedule.total_steps)
+
+    def save(self) -> Path:
+        """Write a whole checkpoint of this step."""
+
+        def write(folder: Path) -> None:
+            for role in self.trained:
+                self.groups[role].save_checkpoint(str(folder / role))
+
+        return self.checkpoints.save(self.step, write, self.state_dict())
+
+    def resume(self) -> None:
+        """Continue from the checkpoint that `trainer.resume_mode` chooses, if there is one."""
+        trainer = self.config.trainer
+        found = self.checkpoints.to_resume(trainer.resume_mode, trainer.resume_from_path)
+        if found is None:
+            return
+        self.load_state_dict(self.checkpoints.driver_state(found))
+        for role in self.trained:
+            self.groups[role].load_checkpoint(str(found / role))
+        self.tracker.note(f"resumed from {found}, step {self.step} of {self.schedule.total_steps}")
+
+    @property
+    def trained(self) -> list[str]:
+        """Roles with weights that change."""
+        return [role for role in ("actor", "critic") if role in self.groups]
+
+    @property
+    def dp_size(self) -> int:
+        """Data-parallel ranks of the actor."""
+        return self.actor.dp_size()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the loop itself needs to continue."""
+        return {"step": self.step, "schedule": self.schedule.state_dict(), "estimate": self.estimate.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` gave."""
+        self.step = state["step"]
+        self.schedule.load_state_dict(state["schedule"])
+        self.estimate.load_state_dict(state["estimate"])
