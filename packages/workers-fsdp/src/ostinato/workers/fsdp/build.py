@@ -1,0 +1,270 @@
+"""A model from a Hugging Face folder, laid out over the ranks of a mesh.
+
+Every rank makes the model on the meta device and shards it there; rank 0 alone reads the folder and sends one weight
+after another, so that no other rank ever holds the whole model.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification, PretrainedConfig
+
+from ostinato.workers.core.config import ModelConfig
+from ostinato.workers.fsdp.config import FsdpConfig, torch_dtype
+from ostinato.workers.fsdp.errors import ModelLoadError
+from ostinato.workers.fsdp.packing import Head
+
+logger = logging.getLogger(__name__)
+
+ATTENTION = "attn_implementation"
+VALUE_HEAD_SEED = 20260
+VALUE_HEAD_STD = 1e-3
+_CLASSIFIER_ENDINGS = ("ForSequenceClassification", "ForTokenClassification", "RewardModel")
+
+
+def read_config(model: ModelConfig, head: Head) -> PretrainedConfig:
+    """The folder's model config with `override_config` applied.
+
+    A value head has one label, and no dropout: dropout between two forward passes of the same weights would make the
+    probability ratio of an unchanged policy differ from 1.
+    """
+    if not model.path:
+        raise ModelLoadError("model.path: expected a Hugging Face folder or name, got nothing.")
+    config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
+    for key, value in model.override_config.items():
+        if key != ATTENTION:
+            setattr(config, key, value)
+    config.use_cache = False
+    if head == "value":
+        if any(name.endswith(_CLASSIFIER_ENDINGS) for name in config.architectures or ()) and config.num_labels != 1:
+            raise ModelLoadError(
+                f"model.path {model.path}: expected a classifier with 1 label, got {config.num_labels}. "
+                "A value head or reward model gives one number a token."
+            )
+        config.num_labels = 1
+    return config
+
+
+def _auto_class(head: Head) -> Any:
+    return AutoModelForCausalLM if head == "lm" else AutoModelForTokenClassification
+
+
+def _finish_head(module: nn.Module, config: PretrainedConfig) -> None:
+    """Drop the value head's bias, which only folders of token classifiers hold, and every dropout."""
+    score = getattr(module, "score", None)
+    if isinstance(score, nn.Linear) and not any(
+        name.endswith("ForTokenClassification") for name in config.architectures or ()
+    ):
+        score.register_parameter("bias", None)
+    for child in module.modules():
+        if isinstance(child, nn.Dropout):
+            child.p = 0.0
+        elif isinstance(getattr(child, "attention_dropout", None), float):
+            child.attention_dropout = 0.0
+
+
+def make_meta_module(model: ModelConfig, config: PretrainedConfig, head: Head, dtype: torch.dtype) -> nn.Module:
+    """The model without storage."""
+    with torch.device("meta"):
+        module = _auto_class(head).from_config(
+            config,
+            dtype=dtype,
+            attn_implementation=model.override_config.get(ATTENTION, "sdpa"),
+            trust_remote_code=model.trust_remote_code,
+        )
+    _finish_head(module, config)
+    return module
+
+
+def load_full_module(
+    model: ModelConfig, config: PretrainedConfig, head: Head, dtype: torch.dtype, *, require_head: bool
+) -> nn.Module:
+    """The whole model with the folder's weights, in host memory.
+
+    Args:
+        model: Which folder.
+        config: What `read_config` gave.
+        head: "lm" or "value".
+        dtype: Type of the weights.
+        require_head: Whether a folder without a trained value head is an error (a reward model), or gets a fresh head
+            (a critic): normal, standard deviation 1e-3, the same on every run.
+
+    Raises:
+        ModelLoadError: The folder lacks weights of the model.
+    """
+    module, report = _auto_class(head).from_pretrained(
+        model.path,
+        config=config,
+        dtype=dtype,
+        attn_implementation=model.override_config.get(ATTENTION, "sdpa"),
+        trust_remote_code=model.trust_remote_code,
+        output_loading_info=True,
+    )
+    _finish_head(module, config)
+    missing = {name for name in report["missing_keys"] if name in dict(module.named_parameters())}
+    if head == "value" and "score.weight" in missing:
+        missing -= {"score.weight", "score.bias"}
+        if require_head:
+            raise ModelLoadError(
+                f"model.path {model.path}: expected a trained head `score.weight`, found none "
+                f"(architectures {config.architectures}). Give the folder of a sequence classifier with one label."
+            )
+        generator = torch.Generator().manual_seed(VALUE_HEAD_SEED)
+        with torch.no_grad():
+            module.score.weight.normal_(0.0, VALUE_HEAD_STD, generator=generator)
+        logger.info("%s has no value head; a fresh one starts near 0.", model.path)
+    if missing:
+        raise ModelLoadError(f"model.path {model.path}: weights are missing from the folder: {sorted(missing)[:5]} …")
+    return module
+
+
+def layer_classes(module: nn.Module, names: tuple[str, ...]) -> set[str]:
+    """Class names of the blocks that are sharded on their own.
+
+    Raises:
+        ModelLoadError: No such block is in the model.
+    """
+    wanted = set(names) or set(getattr(module, "_no_split_modules", None) or ())
+    found = wanted & {type(child).__name__ for child in module.modules()}
+    if not found:
+        raise ModelLoadError(
+            f"fsdp_config.wrap_policy: no block of {type(module).__name__} is called {sorted(wanted)}. Name the class "
+            "of its layers in wrap_policy.transformer_layer_cls_to_wrap."
+        )
+    return found
+
+
+def shard(module: nn.Module, mesh: DeviceMesh, device: torch.device, config: FsdpConfig) -> list[FSDPModule]:
+    """Shard a model: each block on its own, then what is left at the root.
+
+    The embeddings stay with the root where they are tied to the head: a tied weight must lie in one group.
+
+    Returns:
+        The sharded modules, the root last.
+    """
+    dtype = config.compute_dtype(device)
+    policy = MixedPrecisionPolicy(
+        param_dtype=None if dtype == config.master_dtype else dtype,
+        reduce_dtype=torch_dtype(config.reduce_dtype, "reduce_dtype"),
+    )
+    offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if config.offload_policy else OffloadPolicy()
+    arguments: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "offload_policy": offload}
+    classes = layer_classes(module, config.layer_names())
+    units = [child for child in module.modules() if type(child).__name__ in classes]
+    head = module.get_output_embeddings()  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
+    embeddings = module.get_input_embeddings()  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
+    if embeddings is not None and (head is None or head.weight is not embeddings.weight):
+        units.append(embeddings)
+    for unit in units:
+        fully_shard(unit, reshard_after_forward=config.reshard_after_forward, **arguments)
+    fully_shard(module, reshard_after_forward=False, **arguments)
+    if config.forward_prefetch:
+        blocks = [unit for unit in units if type(unit).__name__ in classes]
+        for block, following in pairwise(blocks):
+            block.set_modules_to_forward_prefetch([following])
+    sharded = [*units, module]
+    for unit in sharded:
+        # FSDP averages by default; ostinato's losses are divided by global counts, so gradients are sums. Without
+        # forced sums a factor of 1 becomes a pre-multiplied reduction, which gloo lacks.
+        unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)
+    return sharded
+
+
+def _loose_tensors(module: nn.Module) -> Iterator[tuple[nn.Module, str, str]]:
+    """Buffers, and tensors that a module keeps as plain attributes: (owner, attribute, full name)."""
+    for prefix, child in module.named_modules():
+        for name in [*child._buffers, *(key for key, value in vars(child).items() if isinstance(value, torch.Tensor))]:
+            if getattr(child, name) is not None:
+                yield child, name, f"{prefix}.{name}"
+
+
+def send_weights(module: nn.Module, full: nn.Module | None, device: torch.device, *, host: bool) -> None:
+    """Fill a sharded model without storage from rank 0's whole model, one tensor after another.
+
+    Args:
+        module: The sharded model on the meta device.
+        full: The whole model on rank 0, None elsewhere.
+        device: Where weights are sent.
+        host: Keep the shards in host memory (`offload_policy`).
+    """
+    sources: dict[str, torch.Tensor] = {}
+    if full is not None:
+        sources = dict(full.named_parameters())
+        sources |= {name: getattr(child, attribute) for child, attribute, name in _loose_tensors(full)}
+    loose = list(_loose_tensors(module))
+    shapes = [(child, attribute, name, getattr(child, attribute)) for child, attribute, name in loose]
+    module.to_empty(device="cpu" if host else device)
+
+    def receive(name: str, like: torch.Tensor) -> torch.Tensor:
+        if full is None:
+            tensor = torch.empty(like.shape, dtype=like.dtype, device=device)
+        else:
+            tensor = sources[name].detach().to(device=device, dtype=like.dtype).contiguous()
+        dist.broadcast(tensor, src=0)
+        return tensor
+
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            assert isinstance(parameter, DTensor), f"{name} is not sharded"
+            whole = receive(name, parameter)
+            part = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+            parameter.to_local().copy_(part.to_local())
+        for child, attribute, name, like in shapes:
+            tensor = receive(name, like)
+            if attribute in child._buffers:
+                child._buffers[attribute] = tensor
+            else:
+                setattr(child, attribute, tensor)
+
+
+def build_module(
+    model: ModelConfig, head: Head, mesh: DeviceMesh, device: torch.device, config: FsdpConfig, *, trainable: bool
+) -> tuple[nn.Module, list[FSDPModule]]:
+    """Load and shard a model; collective over all ranks.
+
+    Args:
+        model: Which folder, and how.
+        head: "lm" or "value".
+        mesh: The ranks.
+        device: Where it trains.
+        config: The layout.
+        trainable: False freezes the weights, and makes a trained value head compulsory.
+
+    Returns:
+        The model and its sharded modules, the root last.
+
+    Raises:
+        ModelLoadError: The folder does not hold such a model; raised on every rank.
+    """
+    hf_config = read_config(model, head)
+    module = make_meta_module(model, hf_config, head, config.master_dtype)
+    module.requires_grad_(trainable)
+    if trainable and model.enable_gradient_checkpointing:
+        module.gradient_checkpointing_enable({"use_reentrant": False})  # pyright: ignore[reportCallIssue]
+    full: nn.Module | None = None
+    failure: list[ModelLoadError | None] = [None]
+    if dist.get_rank() == 0:
+        try:
+            full = load_full_module(model, hf_config, head, config.master_dtype, require_head=not trainable)
+        except Exception as error:  # every rank must learn of it, or the others wait for weights
+            logger.exception("%s could not be loaded", model.path)
+            failure = [
+                error if isinstance(error, ModelLoadError) else ModelLoadError(f"model.path {model.path}: {error}")
+            ]
+    dist.broadcast_object_list(failure, src=0)
+    if failure[0] is not None:
+        raise failure[0]
+    units = shard(module, mesh, device, config)
+    send_weights(module, full, device, host=config.offload_policy)
+    return module, units

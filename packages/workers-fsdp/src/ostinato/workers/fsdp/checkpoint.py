@@ -1,0 +1,148 @@
+"""Sharded checkpoints: written by every rank, read at any world size."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from ostinato.workers.fsdp.errors import CheckpointError
+
+
+def _model_state(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach() for name, parameter in module.named_parameters()}
+
+
+def _optimizer_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, torch.Tensor]]:
+    """State by parameter name. It is read as it is: an optimizer that has not stepped has none."""
+    return {
+        name: dict(optimizer.state[parameter])
+        for name, parameter in module.named_parameters()
+        if optimizer.state.get(parameter)
+    }
+
+
+def _random_state(device: torch.device) -> dict[str, torch.Tensor]:
+    state = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def save(
+    path: Path,
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    counters: dict[str, int],
+    device: torch.device,
+) -> None:
+    """Write model, optimizer, counters and each rank's random state; collective.
+
+    Args:
+        path: A folder, made where it is absent. Its `.metadata` is written last, by rename.
+        module: The sharded model, resharded.
+        optimizer: None for a frozen model.
+        counters: Small whole numbers that all ranks agree on.
+        device: Where the model trains.
+    """
+    state: dict[str, Any] = {
+        "model": _model_state(module),
+        "counters": {name: torch.tensor(value) for name, value in counters.items()},
+        "random": {f"rank{dist.get_rank()}": _random_state(device)},
+    }
+    if optimizer is not None:
+        state["optimizer"] = _optimizer_state(module, optimizer)
+    dcp.save(state, storage_writer=FileSystemWriter(path))
+
+
+def load(
+    path: Path,
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    counters: dict[str, int],
+    device: torch.device,
+) -> dict[str, int]:
+    """Read what `save` wrote into a model and optimizer, at any world size; collective.
+
+    A rank that did not exist when the checkpoint was written keeps its random state.
+
+    Args:
+        path: The folder.
+        module: The sharded model, resharded.
+        optimizer: Gets the saved state, or none where none was saved.
+        counters: The names to read; values are ignored.
+        device: Where the model trains.
+
+    Returns:
+        The counters.
+
+    Raises:
+        CheckpointError: The folder holds no whole checkpoint, or one of another model.
+    """
+    metadata = _read_metadata(path)
+    saved = set(metadata.state_dict_metadata)
+    _check_model(path, module, metadata)
+    state: dict[str, Any] = {
+        "model": _model_state(module),
+        "counters": {name: torch.tensor(0) for name in counters},
+    }
+    mine = f"rank{dist.get_rank()}"
+    state["random"] = {
+        mine: {kind: value for kind, value in _random_state(device).items() if f"random.{mine}.{kind}" in saved}
+    }
+    if optimizer is not None:
+        _match_optimizer(module, optimizer, saved)
+        state["optimizer"] = _optimizer_state(module, optimizer)
+    dcp.load(state, storage_reader=FileSystemReader(path))
+    for kind, value in state["random"][mine].items():
+        torch.set_rng_state(value) if kind == "cpu" else torch.cuda.set_rng_state(value, device)
+    return {name: int(value) for name, value in state["counters"].items()}
+
+
+def _read_metadata(path: Path) -> Metadata:
+    if not (path / ".metadata").is_file():
+        raise CheckpointError(
+            f"checkpoint {path}: expected a folder with a `.metadata` file, which is written last; found none. The "
+            "checkpoint is missing or was cut off while it was written; resume from an earlier one."
+        )
+    return FileSystemReader(path).read_metadata()
+
+
+def _check_model(path: Path, module: nn.Module, metadata: Metadata) -> None:
+    saved = {
+        name.removeprefix("model."): tuple(entry.size)
+        for name, entry in metadata.state_dict_metadata.items()
+        if name.startswith("model.") and isinstance(entry, TensorStorageMetadata)
+    }
+    mine = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
+    if saved != mine:
+        differences = sorted(name for name in saved.keys() | mine.keys() if saved.get(name) != mine.get(name))
+        first = differences[0]
+        raise CheckpointError(
+            f"checkpoint {path}: {len(differences)} weights differ from the model; the first is {first}: the model has "
+            f"{mine.get(first, 'no such weight')}, the checkpoint {saved.get(first, 'no such weight')}. "
+            "It belongs to another model."
+        )
+
+
+def _match_optimizer(module: nn.Module, optimizer: torch.optim.Optimizer, saved: set[str]) -> None:
+    """Give each parameter the same kinds of optimizer state as the checkpoint holds, ready to be read into."""
+    fused = bool(optimizer.defaults.get("fused"))
+    for name, parameter in module.named_parameters():
+        prefix = f"optimizer.{name}."
+        kinds = {key.removeprefix(prefix) for key in saved if key.startswith(prefix)}
+        if not kinds:
+            optimizer.state.pop(parameter, None)
+            continue
+        optimizer.state[parameter] = {
+            kind: torch.zeros((), dtype=torch.float32, device=parameter.device if fused else "cpu")
+            if kind == "step"
+            else torch.zeros_like(parameter.detach())
+            for kind in sorted(kinds)
+        }

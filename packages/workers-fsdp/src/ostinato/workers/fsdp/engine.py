@@ -1,0 +1,280 @@
+"""FsdpEngine: the training engine on PyTorch FSDP2."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+
+from ostinato.controller.topology import Coordinates
+from ostinato.workers.core.config import ModelConfig, OptimConfig
+from ostinato.workers.core.engine import LossFn, OutputFn, StepStats, TokenOutputs
+from ostinato.workers.core.microbatch import PackedRows
+from ostinato.workers.core.optim import lr_factor
+from ostinato.workers.fsdp import checkpoint
+from ostinato.workers.fsdp.build import build_module
+from ostinato.workers.fsdp.config import FsdpConfig
+from ostinato.workers.fsdp.errors import EngineStateError, FsdpConfigError
+from ostinato.workers.fsdp.mesh import build_mesh, coordinates, shard_group, training_device
+from ostinato.workers.fsdp.offload import free_device_cache, move_optimizer, move_parameters
+from ostinato.workers.fsdp.optim import build_optimizer, gradient_norm, scale_gradients
+from ostinato.workers.fsdp.packing import Head, token_outputs
+from ostinato.workers.fsdp.weights import FsdpWeightSource, reshard_all
+
+T = TypeVar("T")
+HOST = torch.device("cpu")
+
+
+def as_fsdp_config(value: FsdpConfig | Mapping[str, Any] | None) -> FsdpConfig:
+    """The engine's config from what a role worker passes on.
+
+    Raises:
+        FsdpConfigError: A key is unknown; the text names the nearest one.
+    """
+    if isinstance(value, FsdpConfig):
+        return value
+    entries = dict(value or {})
+    known = [field.name for field in fields(FsdpConfig)]
+    for key in entries:
+        if key not in known:
+            near = get_close_matches(key, known, n=1)
+            hint = f"; did you mean {near[0]}?" if near else f"; known: {', '.join(known)}."
+            raise FsdpConfigError(f"fsdp_config.{key}: unknown key{hint}")
+    return FsdpConfig(**entries)
+
+
+class FsdpEngine:
+    """One model on FSDP2, implementing `ostinato.workers.core.engine.TrainEngine`.
+
+    The default process group must exist before `build`. Gradients are sums over ranks and micro-batches.
+
+    Args:
+        head: "lm" for a language model, "value" for one scalar a token.
+        model: Which Hugging Face folder.
+        optim: Optimizer and schedule; None where nothing is trained.
+        engine: `FsdpConfig`, a mapping of its keys, or None for the defaults.
+        trainable: False freezes the weights: no gradients, no optimizer.
+    """
+
+    def __init__(
+        self,
+        *,
+        head: Head,
+        model: ModelConfig,
+        optim: OptimConfig | None = None,
+        engine: FsdpConfig | Mapping[str, Any] | None = None,
+        trainable: bool = True,
+    ) -> None:
+        self._head: Head = head
+        self._model_config = model
+        self._config = as_fsdp_config(engine)
+        self._trainable = trainable
+        self._optim_config = (optim or OptimConfig()) if trainable else None
+        self._module: nn.Module | None = None
+        self._units: list[FSDPModule] = []
+        self._mesh: DeviceMesh | None = None
+        self._device = HOST
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._counters = {"steps": 0, "skipped": 0}
+        self._params_here = True
+        self._optimizer_here = True
+
+    def build(self) -> None:
+        """Load the model, shard it and make the optimizer; collective over all ranks.
+
+        Raises:
+            ProcessGroupMissingError: There is no default process group.
+            ModelLoadError: The folder does not hold such a model.
+            FsdpConfigError: The mesh does not fit the number of ranks.
+        """
+        if self._module is not None:
+            raise EngineStateError("FsdpEngine.build: expected to be called once, this engine is built already.")
+        if self._optim_config is not None:
+            self._optim_config.check_resolved()
+        self._device = training_device()
+        self._mesh = build_mesh(self._device.type, self._config.fsdp_size)
+        self._module, self._units = build_module(
+            self._model_config, self._head, self._mesh, self._device, self._config, trainable=self._trainable
+        )
+        if self._optim_config is not None:
+            fused = self._device.type == "cuda" and not self._config.offload_policy
+            self._optimizer = build_optimizer(self._module.parameters(), self._optim_config, fused=fused)
+
+    @property
+    def coordinates(self) -> Coordinates:
+        """Every rank is a data-parallel rank and answers for itself."""
+        return coordinates()
+
+    @property
+    def device(self) -> torch.device:
+        """Where micro-batches must lie; known after `build`."""
+        return self._device
+
+    @property
+    def skipped_steps(self) -> int:
+        """How many optimizer steps were skipped because the gradient was not finite."""
+        return self._counters["skipped"]
+
+    def forward(self, micro_batches: Sequence[PackedRows], fn: OutputFn[T], *, entropy: bool = False) -> list[T]:
+        """Run micro-batches without gradients; every rank passes the same number of them."""
+        module = self._module_here("forward")
+        module.eval()
+        try:
+            with torch.no_grad():
+                return [fn(self._outputs(module, packed, entropy)[0], packed) for packed in micro_batches]
+        finally:
+            reshard_all(self._units)
+
+    def forward_backward(self, micro_batches: Sequence[PackedRows], fn: LossFn[T], *, entropy: bool = False) -> list[T]:
+        """Run micro-batches with gradients; the gradient is the sum over all of them and over all ranks."""
+        module = self._module_here("forward_backward")
+        self._optimizer_or_raise("forward_backward")
+        module.train()
+        results: list[T] = []
+        try:
+            for index, packed in enumerate(micro_batches):
+                self._set_gradient_sync(last=index == len(micro_batches) - 1)
+                outputs, zero = self._outputs(module, packed, entropy)
+                loss, result = fn(outputs, packed)
+                (loss + zero).backward()
+                results.append(result)
+        finally:
+            reshard_all(self._units)
+        return results
+
+    def optimizer_step(self) -> StepStats:
+        """Clip by the global norm, step, advance the schedule, zero the gradients.
+
+        A gradient norm that is not finite leaves weights and optimizer state as they are; the schedule advances, so
+        that it ends with the run.
+
+        Raises:
+            EngineStateError: The engine is frozen, or its state lies in host memory.
+        """
+        module = self._module_here("optimizer_step")
+        optimizer = self._optimizer_or_raise("optimizer_step")
+        optim = cast(OptimConfig, self._optim_config)
+        if not self._optimizer_here:
+            raise EngineStateError(
+                "FsdpEngine.optimizer_step: the optimizer state lies in host memory; call onload(optimizer=True) first."
+            )
+        parameters = list(module.parameters())
+        norm = gradient_norm(parameters, shard_group(cast(DeviceMesh, self._mesh)), self._device)
+        lr = optim.lr * lr_factor(self._counters["steps"], optim)
+        skipped = not math.isfinite(norm)
+        if not skipped:
+            if norm > optim.grad_clip:
+                scale_gradients(parameters, optim.grad_clip / norm)
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+            optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        self._counters["steps"] += 1
+        self._counters["skipped"] += skipped
+        return StepStats(grad_norm=norm, lr=lr, skipped=skipped)
+
+    def reduce(self, values: torch.Tensor) -> torch.Tensor:
+        """Sum a small tensor over all ranks; the result has the operand's type and device."""
+        self._module_or_raise("reduce")
+        total = values.detach().to(self._device, copy=True)
+        dist.all_reduce(total)
+        return total.to(values.device)
+
+    def onload(self, *, params: bool = True, optimizer: bool = True) -> None:
+        """Bring parameters and optimizer state to the device; what is there already stays."""
+        module = self._module_or_raise("onload")
+        if params and not self._params_here:
+            self._move(lambda: move_parameters(module, self._device))
+            self._params_here = True
+        if optimizer and not self._optimizer_here:
+            self._move_optimizer(self._device)
+            self._optimizer_here = True
+
+    def offload(self, *, params: bool = True, optimizer: bool = True) -> None:
+        """Move parameters and optimizer state to host memory and free the device's."""
+        module = self._module_or_raise("offload")
+        if params and self._params_here:
+            reshard_all(self._units)
+            self._move(lambda: move_parameters(module, HOST))
+            self._params_here = False
+        if optimizer and self._optimizer_here:
+            self._move_optimizer(HOST)
+            self._optimizer_here = False
+        free_device_cache(self._device)
+
+    def weight_source(self, dtype: torch.dtype | None = None) -> FsdpWeightSource:
+        """The weights under their Hugging Face names, from the device or from host memory.
+
+        Args:
+            dtype: Type that is gathered and given; None is the type of the forward pass.
+        """
+        module = self._module_or_raise("weight_source")
+        return FsdpWeightSource(module, self._units, self._device, dtype or self._config.compute_dtype(self._device))
+
+    def save(self, path: Path) -> None:
+        """Write model, optimizer, schedule and random state under `path`; collective."""
+        module = self._module_or_raise("save")
+        reshard_all(self._units)
+        checkpoint.save(Path(path), module, self._optimizer, self._counters, self._device)
+
+    def load(self, path: Path) -> None:
+        """Read what `save` wrote, at any number of ranks; collective.
+
+        Raises:
+            CheckpointError: There is no whole checkpoint, or it belongs to another model.
+        """
+        module = self._module_or_raise("load")
+        reshard_all(self._units)
+        self._counters = checkpoint.load(Path(path), module, self._optimizer, self._counters, self._device)
+        if not self._optimizer_here:
+            self._move_optimizer(HOST)
+
+    def _outputs(self, module: nn.Module, packed: PackedRows, entropy: bool) -> tuple[TokenOutputs, torch.Tensor]:
+        padded = not self._model_config.use_remove_padding
+        return token_outputs(module, self._head, packed, entropy=entropy, padded=padded)
+
+    def _set_gradient_sync(self, *, last: bool) -> None:
+        root = self._units[-1]
+        if self._config.defer_gradient_sync:
+            root.set_requires_gradient_sync(last)
+        else:
+            root.set_requires_all_reduce(last)
+
+    def _move(self, move: Callable[[], None]) -> None:
+        """Run a move, unless there is nowhere to move to: on the CPU, or where FSDP keeps everything in host memory."""
+        if self._device.type != "cpu" and not self._config.offload_policy:
+            move()
+
+    def _move_optimizer(self, device: torch.device) -> None:
+        if self._optimizer is not None:
+            optimizer = self._optimizer
+            self._move(lambda: move_optimizer(optimizer, device))
+
+    def _module_or_raise(self, method: str) -> nn.Module:
+        if self._module is None:
+            raise EngineStateError(f"FsdpEngine.{method}: the engine is not built; call build() on every rank first.")
+        return self._module
+
+    def _module_here(self, method: str) -> nn.Module:
+        module = self._module_or_raise(method)
+        if not self._params_here:
+            raise EngineStateError(
+                f"FsdpEngine.{method}: the parameters lie in host memory; call onload(params=True) first."
+            )
+        return module
+
+    def _optimizer_or_raise(self, method: str) -> torch.optim.Optimizer:
+        if self._optimizer is None:
+            raise EngineStateError(
+                f"FsdpEngine.{method}: this engine is frozen (trainable=False); build one with trainable=True to train."
+            )
+        return self._optimizer
