@@ -1,0 +1,165 @@
+"""What a scoring process needs to know to score rows, and one row scored."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from ostinato.ppo.rewards.custom import check_source, load_function
+from ostinato.ppo.rewards.errors import ScorerError
+from ostinato.ppo.rewards.registry import Scorer, load, reference_for, references, scorer_for
+
+
+class Row(NamedTuple):
+    """What a scorer sees of one response."""
+
+    data_source: str
+    solution_str: str
+    ground_truth: Any
+    extra_info: Any = None
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Which function scores a row; small and picklable.
+
+    Attributes:
+        path: a user's file; None for the registered scorers.
+        name: the function's name in that file.
+        kwargs: further keyword arguments of every call. A registered scorer gets those that it names.
+        registered: `data_source -> "module:name"`.
+    """
+
+    path: str | None = None
+    name: str = "compute_score"
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    registered: Mapping[str, str] = field(default_factory=references)
+
+    def check(self) -> None:
+        """Check what can be checked without running a user's code.
+
+        Raises:
+            ScorerError: the file or the name is not there, or no registered scorer takes a keyword argument.
+        """
+        if self.path is not None:
+            check_source(self.path, self.name)
+            return
+        taken = {name for reference in set(self.registered.values()) for name in _own_keywords(load(reference))}
+        unknown = sorted(set(self.kwargs) - taken)
+        if unknown:
+            raise ScorerError(
+                f"custom_reward_function.reward_kwargs: no registered scorer takes {', '.join(unknown)}; "
+                f"known: {', '.join(sorted(taken)) or 'none'}"
+            )
+
+    def check_data_source(self, data_source: str) -> None:
+        """Check that there is a scorer for a data source.
+
+        Raises:
+            UnknownDataSourceError: there is none.
+        """
+        if self.path is None:
+            reference_for(data_source, dict(self.registered))
+
+
+_STANDARD = ("data_source", "solution_str", "ground_truth", "extra_info")
+
+
+def _own_keywords(function: Scorer) -> list[str]:
+    return [name for name in inspect.signature(function).parameters if name not in _STANDARD]
+
+
+class Resolver:
+    """The functions of a recipe, loaded when they are first asked for.
+
+    Args:
+        recipe: what to load.
+    """
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._recipe = recipe
+        self._loaded: dict[str, tuple[Scorer, dict[str, Any]]] = {}
+        self._custom: tuple[Scorer, dict[str, Any]] | None = None
+        if recipe.path is not None:
+            kwargs = dict(recipe.kwargs)
+            self._custom = load_function(recipe.path, recipe.name, kwargs), kwargs
+
+    def function(self, data_source: str) -> tuple[Scorer, dict[str, Any]]:
+        """Return the scorer of a data source and the keyword arguments it gets on top.
+
+        A scorer's module may have a function `prepare()`: it is called once here, so that slow imports do not count
+        against a row's time limit.
+        """
+        if self._custom is not None:
+            return self._custom
+        if data_source not in self._loaded:
+            scorer = scorer_for(data_source, dict(self._recipe.registered))
+            if prepare := getattr(inspect.getmodule(scorer), "prepare", None):
+                prepare()
+            taken = _own_keywords(scorer)
+            kwargs = {name: value for name, value in self._recipe.kwargs.items() if name in taken}
+            self._loaded[data_source] = scorer, kwargs
+        return self._loaded[data_source]
+
+    def score(self, row: Row) -> tuple[float, dict[str, float | str]]:
+        """Score one row; whatever the scorer raises goes on to the caller."""
+        scorer, kwargs = self.function(row.data_source)
+        return read_result(
+            scorer(
+                data_source=row.data_source,
+                solution_str=row.solution_str,
+                ground_truth=row.ground_truth,
+                extra_info=row.extra_info,
+                **kwargs,
+            )
+        )
+
+
+def read_result(result: Any) -> tuple[float, dict[str, float | str]]:
+    """Read what a scorer returned.
+
+    Args:
+        result: a number (int, float, bool, numpy or tensor scalar), or a mapping with `score`.
+
+    Returns:
+        The score, and the mapping's other entries: numbers as floats, texts as they are. Other types are left out.
+
+    Raises:
+        TypeError: no number, None included.
+        ValueError: a score that is not finite, or a mapping without `score`.
+    """
+    extra: dict[str, float | str] = {}
+    if isinstance(result, Mapping):
+        if "score" not in result:
+            raise ValueError(f"the reward function returned a dict without 'score': keys {sorted(map(str, result))}")
+        for key, value in result.items():
+            if key == "score":
+                continue
+            if isinstance(value, str):
+                extra[str(key)] = value
+            elif (number := _number(value)) is not None:
+                extra[str(key)] = number
+        result = result["score"]
+    score = _number(result)
+    if score is None:
+        raise TypeError(f"the reward function must return a number or a dict with 'score'; got {type(result).__name__}")
+    if not math.isfinite(score):
+        raise ValueError(f"the reward function returned {score}; a score must be finite")
+    return score, extra
+
+
+def _number(value: Any) -> float | None:
+    """The float that a number of any library stands for; None where it is none."""
+    if isinstance(value, bool | int | float):
+        return float(value)
+    item = getattr(value, "item", None)
+    if not callable(item):
+        return None
+    try:
+        value = item()
+    except (ValueError, RuntimeError):  # more than one element
+        return None
+    return float(value) if isinstance(value, bool | int | float) else None
