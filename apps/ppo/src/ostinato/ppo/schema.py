@@ -52,6 +52,18 @@ def sections(cls: type, prefix: str = "") -> Iterator[tuple[str, type]]:
             yield from sections(section, f"{prefix}{name}.")
 
 
+def has_key(cls: type, key: str) -> bool:
+    """Whether a dotted key is a section, a field, or lies below a field that holds a mapping with free keys."""
+    name, dot, rest = key.partition(".")
+    known = field_types(cls)
+    if name not in known:
+        return False
+    section = section_type(known[name])
+    if not dot or section is None:
+        return not dot or is_mapping(known[name])
+    return has_key(section, rest)
+
+
 def section_type(annotation: Any) -> type | None:
     """The dataclass that a field holds (also an optional one), or None for a plain value."""
     for option in _options(annotation):
