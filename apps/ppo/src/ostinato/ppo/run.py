@@ -64,7 +64,7 @@ def train(config: PpoConfig, *, emit: Callable[[Event], None]) -> None:
         checkpoints.claim(model_fingerprint(config.actor_rollout_ref.model.path))
         tokenizer = load_tokenizer(config.actor_rollout_ref.model)
         schedule = Schedule(config.data, tokenizer, config.trainer)
-        config = with_schedule(config, schedule.total_steps)
+        config = config.with_total_steps(schedule.num_prompts)
         tracker = Tracker(trainer.logger, Path(trainer.default_local_dir), config, emit=emit)
         stack.callback(tracker.close)
         backend = open_backend(config)
@@ -87,31 +87,3 @@ def with_device(config: PpoConfig) -> PpoConfig:
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     return replace(config, trainer=replace(config.trainer, device=device))
-
-
-def with_schedule(config: PpoConfig, total_steps: int) -> PpoConfig:
-    """Fill in what only the data tells: how many optimizer steps each trained role will take.
-
-    Args:
-        config: the configuration.
-        total_steps: training steps of the whole run.
-    """
-    hybrid, critic = config.actor_rollout_ref, config.critic
-    actor = replace(
-        hybrid.actor,
-        num_mini_batches=config.num_mini_batches,
-        optim=_optim(hybrid.actor, total_steps * config.num_mini_batches),
-    )
-    critic = replace(
-        critic,
-        num_mini_batches=config.num_critic_mini_batches,
-        optim=_optim(critic, total_steps * config.num_critic_mini_batches),
-    )
-    return replace(config, actor_rollout_ref=replace(hybrid, actor=actor), critic=critic)
-
-
-def _optim(role: Any, updates: int) -> Any:
-    """A role's optimizer with the length of its schedule, in optimizer steps, filled in where it was left open."""
-    if role.optim.total_training_steps > 0:
-        return role.optim
-    return replace(role.optim, total_training_steps=updates * role.ppo_epochs)

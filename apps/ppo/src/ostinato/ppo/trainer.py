@@ -55,9 +55,9 @@ class Trainer:
         self.reference = self.actor if config.needs_reference else None
         self.estimate = Estimate(config.algorithm)
         self.step = 0
-        self.num_mini_batches = config.num_mini_batches
+        self.num_mini_batches = config.actor_rollout_ref.actor.num_mini_batches
         if self.critic:  # the finest cut that both roles' mini-batches are whole multiples of
-            self.num_mini_batches = math.lcm(config.num_mini_batches, config.num_critic_mini_batches)
+            self.num_mini_batches = math.lcm(self.num_mini_batches, config.critic.num_mini_batches)
 
     def fit(self) -> None:
         """Train until the schedule ends, from the newest checkpoint on where there is one."""
@@ -113,6 +113,8 @@ class Trainer:
         def write(folder: Path) -> None:
             for role in self.trained:
                 self.groups[role].save_checkpoint(str(folder / role))
+            if self.config.trainer.save_hf_model:
+                self.actor.export_hf(str(folder / "huggingface"))
 
         return self.checkpoints.save(self.step, write, self.state_dict())
 
