@@ -1,0 +1,123 @@
+"""Tiny models on disk, weight sources over plain modules, and prompts from token lists."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from ostinato.protocol import DataProto
+
+if TYPE_CHECKING:
+    from ostinato.rollout.base import TensorSpec
+
+
+def save_tiny_model(
+    path: str | Path, *, tied: bool = True, seed: int = 0, scale: float = 0.3, **overrides: Any
+) -> torch.nn.Module:
+    """Write a random Qwen2 of 2 layers, hidden size 128 and 512 tokens (0.36 M parameters) and return it in float32.
+
+    Args:
+        path: folder to write `config.json` and weights to.
+        tied: whether `lm_head` shares the embedding's memory.
+        seed: of the weights; the global generator is left as it was.
+        scale: standard deviation of the matrices; large enough that different tokens have clearly different logits.
+        overrides: more keys of `Qwen2Config`.
+    """
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    sizes: dict[str, Any] = {
+        "vocab_size": 512,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 1024,
+    }
+    config = Qwen2Config(**{**sizes, "tie_word_embeddings": tied, "eos_token_id": 1, "pad_token_id": 0, **overrides})
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen2ForCausalLM(config).float().eval()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.ndim == 2:
+                    parameter.normal_(std=scale)
+    model.save_pretrained(path)
+    return model
+
+
+class ModuleWeights:
+    """A `WeightSource` over a plain module: one process, nothing sharded.
+
+    Args:
+        module: whose parameters are sent.
+        tied_names: also send the further names of a shared memory (a tied `lm_head.weight`), as some sources do.
+    """
+
+    def __init__(self, module: torch.nn.Module, *, tied_names: bool = False):
+        self._module = module
+        self._tied_names = tied_names
+
+    def _named(self) -> dict[str, torch.Tensor]:
+        return {
+            name: parameter.detach()
+            for name, parameter in self._module.named_parameters(remove_duplicate=not self._tied_names)
+        }
+
+    def specs(self) -> dict[str, TensorSpec]:
+        """Every parameter."""
+        from ostinato.rollout.base import TensorSpec
+
+        return {name: TensorSpec(tuple(tensor.shape), tensor.dtype) for name, tensor in self._named().items()}
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield every parameter through one buffer that the next one overwrites, as a gathering source does."""
+        named = self._named()
+        largest = max((tensor.numel() for tensor in named.values()), default=0)
+        buffers: dict[tuple[torch.device, torch.dtype], torch.Tensor] = {}
+        for name, tensor in named.items():
+            key = (tensor.device, tensor.dtype)
+            if key not in buffers:
+                buffers[key] = torch.empty(largest, dtype=tensor.dtype, device=tensor.device)
+            view = buffers[key][: tensor.numel()].view(tensor.shape)
+            view.copy_(tensor)
+            yield name, view
+            view.fill_(-1)
+
+
+def make_prompts(
+    token_lists: Sequence[Sequence[int]],
+    *,
+    width: int | None = None,
+    rollout_ids: Sequence[int] | None = None,
+    pad_token_id: int = 0,
+) -> DataProto:
+    """Left-padded prompt rows as a rollout reads them.
+
+    Args:
+        token_lists: one prompt a row.
+        width: P; None is the longest prompt.
+        rollout_ids: numbers of the rows; None is 0, 1, 2, ...
+        pad_token_id: what stands in the padding.
+    """
+    lengths = np.asarray([len(tokens) for tokens in token_lists], dtype=np.int64)
+    width = int(lengths.max(initial=1)) if width is None else width
+    valid = np.arange(width) >= width - lengths[:, None]
+    input_ids = np.full(valid.shape, pad_token_id, dtype=np.int64)
+    if len(lengths):
+        input_ids[valid] = np.concatenate([np.asarray(tokens, dtype=np.int64) for tokens in token_lists])
+    numbers = list(range(len(lengths))) if rollout_ids is None else list(rollout_ids)
+    uid = np.empty(len(lengths), dtype=object)
+    uid[:] = [f"prompt-{i}" for i in range(len(lengths))]
+    return DataProto.from_dict(
+        {
+            "input_ids": torch.from_numpy(input_ids),
+            "attention_mask": torch.from_numpy(valid.astype(np.int64)),
+            "position_ids": torch.from_numpy(np.clip(np.cumsum(valid, -1) - 1, 0, None)),
+        },
+        {"uid": uid, "rollout_id": np.asarray(numbers, dtype=object)},
+    )
