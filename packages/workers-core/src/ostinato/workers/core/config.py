@@ -16,7 +16,7 @@ from ostinato.workers.core.optim import OptimConfig
 
 LOSS_AGG_MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean")
 KL_LOSS_TYPES = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
-STRATEGIES = ("fsdp", "megatron")
+STRATEGIES = ("fsdp",)
 
 
 @dataclass(frozen=True)
@@ -52,29 +52,31 @@ class EngineChoice:
     """Which training engine runs a model, and that engine's own config.
 
     Attributes:
-        strategy: `fsdp` or `megatron`.
+        strategy: `fsdp`.
         fsdp_config: the FSDP engine's own config.
-        megatron: the Megatron engine's own config.
     """
 
     strategy: str = "fsdp"
     fsdp_config: Any = None
-    megatron: Any = None
 
     @property
     def engine_config(self) -> Any:
         """The config of the engine that `strategy` names."""
-        return self.megatron if self.strategy == "megatron" else self.fsdp_config
+        return self.fsdp_config
 
     @property
     def param_offload(self) -> bool:
         """Whether parameters lie in host memory between the phases that use them."""
-        return bool(getattr(self.engine_config, "param_offload", False))
+        return self._flag("param_offload")
 
     @property
     def optimizer_offload(self) -> bool:
         """Whether optimizer state lies in host memory between updates."""
-        return bool(getattr(self.engine_config, "optimizer_offload", False))
+        return self._flag("optimizer_offload")
+
+    def _flag(self, name: str) -> bool:
+        config = self.engine_config
+        return bool(config.get(name, False) if isinstance(config, Mapping) else getattr(config, name, False))
 
 
 @dataclass(frozen=True)
@@ -237,16 +239,16 @@ class ActorRolloutRefConfig:
     ref: RefConfig = field(default_factory=RefConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
 
-    @property
-    def log_prob_limit(self) -> BatchLimit:
-        """Size of a micro-batch when the actor scores; the keys are the rollout's, as in the field."""
-        return batch_limit(
-            "actor_rollout_ref.rollout",
-            self.rollout.log_prob_use_dynamic_bsz,
-            self.rollout.log_prob_micro_batch_size_per_gpu,
-            self.rollout.log_prob_max_token_len_per_gpu,
-            "log_prob_",
-        )
+
+def rollout_log_prob_limit(rollout: RolloutConfig) -> BatchLimit:
+    """Size of a micro-batch when the actor scores its own responses; the keys are the rollout's, as in the field."""
+    return batch_limit(
+        "actor_rollout_ref.rollout",
+        rollout.log_prob_use_dynamic_bsz,
+        rollout.log_prob_micro_batch_size_per_gpu,
+        rollout.log_prob_max_token_len_per_gpu,
+        "log_prob_",
+    )
 
 
 def _critic_optim() -> OptimConfig:
@@ -326,14 +328,12 @@ class RewardModelConfig(EngineChoice):
     """A frozen sequence-classification model that scores whole rows.
 
     Attributes:
-        enable: whether the run has a reward model at all.
         model: its folder, with a head of one output.
         micro_batch_size_per_gpu: rows of a micro-batch; setting it switches dynamic micro-batches off.
         use_dynamic_bsz: micro-batches under a token budget; None: on unless an explicit size is given.
         max_token_len_per_gpu: that budget.
     """
 
-    enable: bool = False
     model: ModelConfig = field(default_factory=ModelConfig)
     micro_batch_size_per_gpu: int | None = None
     use_dynamic_bsz: bool | None = None

@@ -59,7 +59,7 @@ OutputFn = Callable[[TokenOutputs, PackedRows], T]
 
 LossFn = Callable[[TokenOutputs, PackedRows], tuple[torch.Tensor, T]]
 """Called once a micro-batch; returns this micro-batch's share of the loss (a scalar that has already been divided by
-the global count) and anything to collect. What it returns for a micro-batch without a token is 0 and may carry no graph."""
+the global count) and anything to collect. For a micro-batch without a token the share is 0 and may carry no graph."""
 
 
 @runtime_checkable

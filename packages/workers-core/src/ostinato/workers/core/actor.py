@@ -1,0 +1,242 @@
+"""The policy in its roles: it trains, it samples, it is a reference, or several of these in one process."""
+
+from __future__ import annotations
+
+import logging
+import time
+from functools import partial
+from pathlib import Path
+
+from ostinato.controller import Coordinates, Dispatch, Worker, register
+from ostinato.protocol import DataProto, Metric, columns
+from ostinato.rollout import Rollout, build_rollout
+from ostinato.rollout.reshard import reshard
+from ostinato.workers.core.config import ActorRolloutRefConfig, EngineChoice, rollout_log_prob_limit
+from ostinato.workers.core.engine import TokenOutputs, TrainEngine
+from ostinato.workers.core.errors import ConfigError, RoleError
+from ostinato.workers.core.export import export_hf
+from ostinato.workers.core.factory import find_engine, prepare_model
+from ostinato.workers.core.limits import BatchLimit
+from ostinato.workers.core.losses import ActorObjective
+from ostinato.workers.core.microbatch import pack
+from ostinato.workers.core.residency import Residency
+from ostinato.workers.core.scoring import Outputs, token_columns
+from ostinato.workers.core.update import update
+
+logger = logging.getLogger(__name__)
+
+ROLES = ("actor", "rollout", "ref", "actor_rollout", "actor_rollout_ref")
+SCORING = ("input_ids", "attention_mask", "response_mask")
+TRAINING = (*SCORING, "old_log_probs", "advantages", "ref_log_prob", "rollout_is_weights", "mini_batch")
+
+
+class ActorRolloutRefWorker(Worker):
+    """One rank of the policy.
+
+    Args:
+        config: model, actor, ref and rollout (`actor_rollout_ref` of the app).
+        role: what this worker does: `actor`, `rollout`, `ref`, `actor_rollout` or `actor_rollout_ref`. There is a
+            reference model only where the role names `ref`.
+        engine: import path of the training engine.
+
+    A `rollout` alone has no training engine and samples with the weights of the model's folder.
+    """
+
+    def __init__(
+        self, config: ActorRolloutRefConfig, role: str, engine: str = "ostinato.workers.fsdp:FsdpEngine"
+    ) -> None:
+        super().__init__()
+        if role not in ROLES:
+            raise ConfigError(f"role: expected one of {', '.join(ROLES)}, got '{role}'")
+        self.config = config
+        self.policy_role = role
+        self.engine_path = engine
+        self._actor: Residency | None = None
+        self._ref: Residency | None = None
+        self._rollout: Rollout | None = None
+        self._objective: ActorObjective | None = None
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        """Build what the role needs, in the order reference, actor, rollout; collective over all ranks."""
+        config, parts = self.config, self.policy_role.split("_")
+        prepare_model(config.model, "actor_rollout_ref.model")
+        self.init_process_group()
+        if "ref" in parts:
+            self._ref = self._build(config.ref, trainable=False)
+        if "actor" in parts:
+            self._objective = ActorObjective(config.actor)
+            self._actor = self._build(config.actor, trainable=True)
+        built = self._actor or self._ref
+        if built is not None:
+            self.register_mesh("train", built.engine.coordinates)
+        if "rollout" in parts:
+            self._rollout = self._build_rollout()
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, reads=columns.PROMPT, writes=columns.ROLLOUT, mesh="rollout")
+    def generate_sequences(self, prompts: DataProto) -> DataProto:
+        """Answer prompts with the actor's current weights.
+
+        Args:
+            prompts: `columns.PROMPT`; meta `global_step` (int) and `validate` (bool: sample by `val_kwargs`).
+
+        Returns:
+            Whole rows: `columns.ROLLOUT`, `uid` and `rollout_id`.
+        """
+        rollout = self._need(self._rollout, "generate_sequences", "rollout")
+        sampling = self.config.rollout.sampling(
+            step=int(prompts.meta_info.get("global_step", 0)), validate=bool(prompts.meta_info.get("validate", False))
+        )
+        if self._actor is None:
+            return rollout.generate(prompts, sampling)
+        began = time.perf_counter()
+        with (
+            self._actor.inference(),
+            reshard(
+                self._actor.engine.weight_source(),
+                rollout,
+                park=self._actor.park,
+                bucket_megabytes=self.config.rollout.update_weights_bucket_megabytes,
+            ),
+        ):
+            seconds = time.perf_counter() - began
+            generated = rollout.generate(prompts, sampling)
+        return generated.with_meta(metrics={**generated.metrics, "timing_s/update_weights": Metric.max(seconds)})
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, reads=SCORING, writes=("old_log_probs",))
+    def compute_log_prob(self, batch: DataProto) -> DataProto:
+        """Score the rows with the actor as it is now.
+
+        Args:
+            batch: `input_ids`, `attention_mask` (B, P+R), `response_mask` (B, R).
+
+        Returns:
+            `old_log_probs` (B, R) float32, 0 under the mask; metric `actor/entropy`, a token mean.
+        """
+        actor = self._need(self._actor, "compute_log_prob", "actor")
+        result = self._score(actor, batch, rollout_log_prob_limit(self.config.rollout), entropy=True)
+        if result is None:
+            return DataProto.from_dict()
+        assert batch.batch is not None, "scored rows have tensor columns"
+        tokens = float(batch.batch["response_mask"].sum())
+        entropy = float(result["entropy"].double().sum()) / tokens if tokens else 0.0
+        return DataProto.from_dict(
+            {"old_log_probs": result["log_probs"]},
+            meta_info={"metrics": {"actor/entropy": Metric.mean(entropy, weight=tokens)}},
+        )
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, reads=SCORING, writes=("ref_log_prob",))
+    def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
+        """Score the rows with the frozen reference.
+
+        Args:
+            batch: as for `compute_log_prob`.
+
+        Returns:
+            `ref_log_prob` (B, R) float32, 0 under the mask.
+        """
+        ref = self._need(self._ref, "compute_ref_log_prob", "ref")
+        result = self._score(ref, batch, self.config.ref.log_prob_limit, entropy=False)
+        return DataProto.from_dict() if result is None else DataProto.from_dict({"ref_log_prob": result["log_probs"]})
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, reads=TRAINING)
+    def update_actor(self, batch: DataProto) -> DataProto:
+        """Train the policy on the rows of one step.
+
+        Args:
+            batch: the columns of `TRAINING`; `ref_log_prob` with `use_kl_loss`, the last two where there are any.
+
+        Returns:
+            No rows; the metrics are in its meta.
+        """
+        actor = self._need(self._actor, "update_actor", "actor")
+        assert self._objective is not None, "an actor has an objective"
+        config = self.config.actor
+        with actor.training():
+            metrics = update(
+                actor.engine,
+                batch,
+                self._objective,
+                num_mini_batches=config.num_mini_batches,
+                epochs=config.ppo_epochs,
+                limit=config.update_limit,
+                temperature=self.config.rollout.temperature,
+            )
+        if config.use_kl_loss:
+            metrics["actor/kl_coef"] = Metric.mean(config.kl_loss_coef)
+        return DataProto.from_dict(meta_info={"metrics": metrics})
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def save_checkpoint(self, path: str, step: int | None = None) -> None:
+        """Write model, optimizer, schedule and random state under `path`; collective."""
+        actor = self._need(self._actor, "save_checkpoint", "actor")
+        with actor.training():
+            actor.engine.save(Path(path))
+        logger.info("rank %d: actor of step %s saved under %s", self.rank, step, path)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def load_checkpoint(self, path: str) -> None:
+        """Read what `save_checkpoint` wrote, at any number of ranks; collective. The reference stays as it is."""
+        actor = self._need(self._actor, "load_checkpoint", "actor")
+        with actor.training():
+            actor.engine.load(Path(path))
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def export_hf(self, path: str) -> None:
+        """Write the actor as a Hugging Face folder; collective, rank 0 writes."""
+        actor = self._need(self._actor, "export_hf", "actor")
+        with actor.inference():
+            export_hf(actor.engine.weight_source(), self.config.model, Path(path), head="lm", writes=self.rank == 0)
+
+    def close(self) -> None:
+        """Free the rollout engine."""
+        if self._rollout is not None:
+            self._rollout.close()
+
+    def _build(self, choice: EngineChoice, *, trainable: bool) -> Residency:
+        engine: TrainEngine = find_engine(self.engine_path)(
+            head="lm",
+            model=self.config.model,
+            optim=self.config.actor.engine_optim if trainable else None,
+            engine=choice.engine_config,
+            trainable=trainable,
+        )
+        engine.build()
+        residency = Residency(engine, choice)
+        residency.park()
+        return residency
+
+    def _build_rollout(self) -> Rollout:
+        config, size = self.config.rollout, self.config.rollout.tensor_model_parallel_size
+        if self.world_size % size:
+            raise ConfigError(
+                "actor_rollout_ref.rollout.tensor_model_parallel_size: expected a divisor of the number of ranks "
+                f"({self.world_size}), got {size}"
+            )
+        dp_rank, tp_rank = divmod(self.rank, size)
+        place = Coordinates(dp_rank, self.world_size // size, answers=tp_rank == 0, tp_rank=tp_rank)
+        self.register_mesh("rollout", place)
+        device = self._actor.engine.device if self._actor else self.context.device_type
+        return build_rollout(
+            config,
+            model_path=self.config.model.path,
+            device=device,
+            dp_rank=place.dp_rank,
+            dp_size=place.dp_size,
+            tokenizer=None,
+        )
+
+    def _score(self, part: Residency, batch: DataProto, limit: BatchLimit, *, entropy: bool) -> Outputs | None:
+        def read(outputs: TokenOutputs) -> Outputs:
+            wanted = {"log_probs": outputs.log_probs, "entropy": outputs.entropy if entropy else None}
+            return {name: values for name, values in wanted.items() if values is not None}
+
+        packer = partial(pack, temperature=self.config.rollout.temperature, device=part.engine.device)
+        with part.inference():
+            return token_columns(part.engine, batch, packer, read, limit=limit, entropy=entropy)
+
+    def _need[T](self, part: T | None, method: str, role: str) -> T:
+        if part is None:
+            reason = "call init_model first" if role in self.policy_role.split("_") else f"its role needs '{role}'"
+            raise RoleError(f"{method}: this worker has the role '{self.policy_role}'; {reason}")
+        return part

@@ -1,0 +1,127 @@
+"""The value model: it scores states and is trained on returns."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from pathlib import Path
+
+from ostinato.controller import Dispatch, Worker, register
+from ostinato.protocol import DataProto
+from ostinato.workers.core.config import CriticConfig
+from ostinato.workers.core.engine import TokenOutputs, TrainEngine
+from ostinato.workers.core.errors import RoleError
+from ostinato.workers.core.export import export_hf
+from ostinato.workers.core.factory import find_engine, prepare_model
+from ostinato.workers.core.losses import CriticObjective
+from ostinato.workers.core.microbatch import pack
+from ostinato.workers.core.residency import Residency
+from ostinato.workers.core.scoring import Outputs, token_columns
+from ostinato.workers.core.update import update
+
+logger = logging.getLogger(__name__)
+
+SCORING = ("input_ids", "attention_mask", "response_mask")
+TRAINING = (*SCORING, "values", "returns", "mini_batch")
+
+
+class CriticWorker(Worker):
+    """One rank of the critic.
+
+    Args:
+        config: model, optimizer and batch sizes (`critic` of the app).
+        engine: import path of the training engine.
+    """
+
+    def __init__(self, config: CriticConfig, engine: str = "ostinato.workers.fsdp:FsdpEngine") -> None:
+        super().__init__()
+        self.config = config
+        self.engine_path = engine
+        self._residency: Residency | None = None
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        """Build the engine; collective over all ranks."""
+        prepare_model(self.config.model, "critic.model")
+        self.init_process_group()
+        engine: TrainEngine = find_engine(self.engine_path)(
+            head="value",
+            model=self.config.model,
+            optim=self.config.engine_optim,
+            engine=self.config.engine_config,
+            trainable=True,
+        )
+        engine.build()
+        self.register_mesh("train", engine.coordinates)
+        self._residency = Residency(engine, self.config)
+        self._residency.park()
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, reads=SCORING, writes=("values",))
+    def compute_values(self, batch: DataProto) -> DataProto:
+        """Estimate the value of the state before each token that the policy sampled.
+
+        Args:
+            batch: `input_ids`, `attention_mask` (B, P+R), `response_mask` (B, R).
+
+        Returns:
+            `values` (B, R) float32, 0 under the mask.
+        """
+        critic = self._built("compute_values")
+        with critic.inference():
+            packer = partial(pack, device=critic.engine.device)
+            result = token_columns(critic.engine, batch, packer, _values, limit=self.config.forward_limit)
+        return DataProto.from_dict() if result is None else DataProto.from_dict(result)
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, reads=TRAINING)
+    def update_critic(self, batch: DataProto) -> DataProto:
+        """Train on the returns of one step.
+
+        Args:
+            batch: the columns of `TRAINING`, the last one where there is one.
+
+        Returns:
+            No rows; the metrics are in its meta.
+        """
+        critic, config = self._built("update_critic"), self.config
+        with critic.training():
+            metrics = update(
+                critic.engine,
+                batch,
+                CriticObjective(config),
+                num_mini_batches=config.num_mini_batches,
+                epochs=config.ppo_epochs,
+                limit=config.update_limit,
+            )
+        return DataProto.from_dict(meta_info={"metrics": metrics})
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def save_checkpoint(self, path: str, step: int | None = None) -> None:
+        """Write model, optimizer, schedule and random state under `path`; collective."""
+        critic = self._built("save_checkpoint")
+        with critic.training():
+            critic.engine.save(Path(path))
+        logger.info("rank %d: critic of step %s saved under %s", self.rank, step, path)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def load_checkpoint(self, path: str) -> None:
+        """Read what `save_checkpoint` wrote, at any number of ranks; collective."""
+        critic = self._built("load_checkpoint")
+        with critic.training():
+            critic.engine.load(Path(path))
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def export_hf(self, path: str) -> None:
+        """Write the critic as a token-classification folder; collective, rank 0 writes."""
+        critic = self._built("export_hf")
+        with critic.inference():
+            export_hf(critic.engine.weight_source(), self.config.model, Path(path), head="value", writes=self.rank == 0)
+
+    def _built(self, method: str) -> Residency:
+        if self._residency is None:
+            raise RoleError(f"{method}: the critic is not built; call init_model first")
+        return self._residency
+
+
+def _values(outputs: TokenOutputs) -> Outputs:
+    assert outputs.values is not None, "the engine's head is not 'value'"
+    return {"values": outputs.values}

@@ -1,0 +1,64 @@
+"""Forward passes over a batch: micro-batches out, one (B, R) column back in the rows' own order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from ostinato.protocol import DataProto
+from ostinato.workers.core.engine import TokenOutputs, TrainEngine
+from ostinato.workers.core.limits import BatchLimit
+from ostinato.workers.core.microbatch import PackedRows, micro_batches
+
+Packer = Callable[[DataProto], PackedRows]
+Outputs = dict[str, torch.Tensor]
+
+
+def token_columns(
+    engine: TrainEngine,
+    batch: DataProto,
+    packer: Packer,
+    read: Callable[[TokenOutputs], Outputs],
+    *,
+    limit: BatchLimit,
+    entropy: bool = False,
+) -> Outputs | None:
+    """Run the model over this rank's rows and lay its outputs out as columns.
+
+    Args:
+        engine: holds the model; its parameters are on the device.
+        batch: this rank's rows; may be empty.
+        packer: makes a packed micro-batch of some rows.
+        read: picks the (N,) outputs that are wanted, by name.
+        limit: size of a micro-batch.
+        entropy: ask the engine for entropies.
+
+    Returns:
+        Name -> (B, R) float32 on the host, exactly 0 where no output belongs; None on a rank that sees no outputs.
+    """
+    plan = micro_batches(
+        batch, reduce=engine.reduce, max_tokens=limit.max_tokens, micro_batch_size=limit.micro_batch_size
+    )
+
+    def collect(outputs: TokenOutputs, packed: PackedRows) -> Outputs:
+        return {name: packed.to_response(values.float()) for name, values in read(outputs).items()}
+
+    packed = [packer(batch[list(group)]) for group in plan]
+    collected = engine.forward(packed, collect, entropy=entropy)
+    if collected is None:
+        return None
+    assert batch.batch is not None, "packing has checked that there are tensor columns"
+    shape = batch.batch["response_mask"].shape
+    names = list(collected[0]) if collected else list(read(_no_outputs(entropy)))
+    columns = {name: torch.zeros(shape, dtype=torch.float32) for name in names}
+    for group, part in zip(plan, collected, strict=True):
+        if group:
+            for name in names:
+                columns[name][list(group)] = part[name].cpu()
+    return columns
+
+
+def _no_outputs(entropy: bool) -> TokenOutputs:
+    none = torch.zeros(0)
+    return TokenOutputs(log_probs=none, entropy=none if entropy else None, values=none)
