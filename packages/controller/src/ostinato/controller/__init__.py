@@ -1,1 +1,76 @@
-"""Single controller over SPMD worker groups: register, dispatch, resource pools; Ray and in-process."""
+"""Single controller over SPMD worker groups: register, dispatch, resource pools; Ray and in-process.
+
+Importing this package does not import Ray; `ostinato.controller.ray` is where it is used.
+"""
+
+from ostinato.controller.dispatch import (
+    Broadcast,
+    Call,
+    Dispatch,
+    DispatchMode,
+    Scatter,
+    by_argument,
+    register_dispatch_mode,
+)
+from ostinato.controller.errors import (
+    CallTimedOut,
+    CollectError,
+    ControllerError,
+    DispatchError,
+    GroupStopped,
+    MeshError,
+    PlacementError,
+    ProcessGroupMismatch,
+    RayNotRunning,
+    RegistrationError,
+    ResourcesUnavailable,
+    UnknownDispatchMode,
+    WorkerDied,
+    WorkerFailed,
+)
+from ostinato.controller.group import Backend, PendingCall, WorkerGroup
+from ostinato.controller.local import LocalBackend
+from ostinato.controller.pool import ResourcePool, ResourcePoolManager, SubPool
+from ostinato.controller.register import Execute, Registration, register, registration_of
+from ostinato.controller.topology import Coordinates, Mesh
+from ostinato.controller.worker import Worker, WorkerContext, WorkerSpec
+
+__all__ = [
+    "Backend",
+    "Broadcast",
+    "Call",
+    "CallTimedOut",
+    "CollectError",
+    "ControllerError",
+    "Coordinates",
+    "Dispatch",
+    "DispatchError",
+    "DispatchMode",
+    "Execute",
+    "GroupStopped",
+    "LocalBackend",
+    "Mesh",
+    "MeshError",
+    "PendingCall",
+    "PlacementError",
+    "ProcessGroupMismatch",
+    "RayNotRunning",
+    "Registration",
+    "RegistrationError",
+    "ResourcePool",
+    "ResourcePoolManager",
+    "ResourcesUnavailable",
+    "Scatter",
+    "SubPool",
+    "UnknownDispatchMode",
+    "Worker",
+    "WorkerContext",
+    "WorkerDied",
+    "WorkerFailed",
+    "WorkerGroup",
+    "WorkerSpec",
+    "by_argument",
+    "register",
+    "register_dispatch_mode",
+    "registration_of",
+]

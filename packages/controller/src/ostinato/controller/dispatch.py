@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ostinato.controller.errors import CollectError, DispatchError, RegistrationError, UnknownDispatchMode
-from ostinato.controller.topology import Mesh, every_rank, pipeline_as_data
+from ostinato.controller.topology import Mesh, pipeline_as_data
 from ostinato.protocol import DataProto, Metric, merge_metrics
 
 
@@ -322,7 +322,7 @@ def plan_call(
     Returns:
         The calls of the ranks and how to put their results together.
     """
-    seen = mode.view(mesh) if mode.uses_mesh else every_rank(len(mesh))
+    seen = mode.view(mesh) if mode.uses_mesh else Mesh.of_every_rank(len(mesh))
     if reads:
         call = Call(
             tuple(keep_columns(value, reads) for value in call.args),

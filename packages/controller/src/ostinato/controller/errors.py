@@ -13,7 +13,7 @@ class RegistrationError(ControllerError, TypeError):
     """A method or a dispatch mode is declared in a way that cannot work."""
 
 
-class UnknownDispatchMode(ControllerError, LookupError):
+class UnknownDispatchMode(ControllerError, LookupError):  # noqa: N818  (names what happened)
     """No dispatch mode has this name."""
 
 
@@ -33,23 +33,23 @@ class PlacementError(ControllerError, ValueError):
     """A role or a pool is placed where it cannot go."""
 
 
-class ProcessGroupMismatch(ControllerError, RuntimeError):
+class ProcessGroupMismatch(ControllerError, RuntimeError):  # noqa: N818  (names what happened)
     """A process group exists already in this process and is another one than asked for."""
 
 
-class RayNotRunning(ControllerError, RuntimeError):
+class RayNotRunning(ControllerError, RuntimeError):  # noqa: N818  (names what happened)
     """The Ray backend is used before Ray was started."""
 
 
-class GroupStopped(ControllerError, RuntimeError):
+class GroupStopped(ControllerError, RuntimeError):  # noqa: N818  (names what happened)
     """The processes of this group were stopped; the text says why."""
 
 
-class CallTimedOut(ControllerError, TimeoutError):
+class CallTimedOut(ControllerError, TimeoutError):  # noqa: N818  (names what happened)
     """A group call did not end within its deadline."""
 
 
-class ResourcesUnavailable(ControllerError, RuntimeError):
+class ResourcesUnavailable(ControllerError, RuntimeError):  # noqa: N818  (names what happened)
     """A pool asks for more than the cluster has, or has free.
 
     Attributes:
@@ -72,7 +72,7 @@ class ResourcesUnavailable(ControllerError, RuntimeError):
         )
 
 
-class WorkerFailed(ControllerError, RuntimeError):
+class WorkerFailed(ControllerError, RuntimeError):  # noqa: N818  (names what happened)
     """A worker failed; the readable stand-in for what it raised, and the cause of it where it came back whole.
 
     Attributes:

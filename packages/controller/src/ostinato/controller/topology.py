@@ -67,10 +67,17 @@ class Mesh:
             answering[c.dp_rank] = rank
         silent = [dp for dp in range(sizes[0]) if dp not in answering]
         if silent:
-            raise MeshError(f"mesh: no rank answers for dp ranks {silent} of {sizes[0]}; set answers=True on one of each")
+            raise MeshError(
+                f"mesh: no rank answers for dp ranks {silent} of {sizes[0]}; set answers=True on one of each"
+            )
 
     def __len__(self) -> int:
         return len(self.coordinates)
+
+    @staticmethod
+    def of_every_rank(world_size: int) -> Mesh:
+        """Return the mesh in which every rank is its own data-parallel rank."""
+        return Mesh(tuple(Coordinates(rank, world_size) for rank in range(world_size)))
 
     @property
     def dp_size(self) -> int:
@@ -82,11 +89,6 @@ class Mesh:
         """The answering rank of each data-parallel rank, in data-parallel order."""
         by_dp = {c.dp_rank: rank for rank, c in enumerate(self.coordinates) if c.answers}
         return tuple(by_dp[dp] for dp in range(self.dp_size))
-
-
-def every_rank(world_size: int) -> Mesh:
-    """Return the mesh in which every rank is its own data-parallel rank."""
-    return Mesh(tuple(Coordinates(rank, world_size) for rank in range(world_size)))
 
 
 def pipeline_as_data(mesh: Mesh) -> Mesh:

@@ -1,7 +1,7 @@
 """The loop in an actor of its own: the process that started it may be a laptop's terminal, far from the cluster.
 
-`run_on_cluster` runs a function in a driver actor and brings back what it emits as it goes, so that progress is drawn where
-the person sits. The function's groups are owned by the actor and go when it goes.
+`run_on_cluster` runs a function in a driver actor and brings back what it emits as it goes, so that progress is drawn
+where the person sits. The function's groups are owned by the actor and go when it goes.
 """
 
 from __future__ import annotations
@@ -10,8 +10,6 @@ import queue
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
-
-import ray
 
 _END = object()
 
@@ -55,6 +53,8 @@ def run_on_cluster(
     Raises:
         Exception: what the function raised, as its own type where Ray can carry it.
     """
+    import ray
+
     actor = ray.remote(_Driver).options(num_cpus=num_cpus, **options).remote()
     try:
         stream = actor.stream.options(num_returns="streaming").remote(function, args)

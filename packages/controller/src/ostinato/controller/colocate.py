@@ -1,0 +1,118 @@
+"""Several roles in one process: the host that builds them, calls them and reports what happened."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ostinato.controller.errors import PlacementError, WorkerDied, WorkerFailed
+from ostinato.controller.rendezvous import leave_process_group
+from ostinato.controller.worker import Worker, WorkerContext, WorkerSpec
+
+
+class RoleHost:
+    """The workers of one process, by role."""
+
+    def __init__(self) -> None:
+        self._workers: dict[str, Worker] = {}
+
+    def build(self, role: str, spec: WorkerSpec[Any], context: WorkerContext) -> None:
+        """Build a role's worker here.
+
+        Raises:
+            PlacementError: the role is here already.
+        """
+        if role in self._workers:
+            raise PlacementError(f"role {role!r} is in this process already")
+        self._workers[role] = spec.build(context)
+
+    def call(self, role: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a method of a role's worker and return its value."""
+        return getattr(self._workers[role], method)(*args, **kwargs)
+
+    def revision(self, role: str) -> int:
+        """Return how often the role's worker registered a mesh; 0 where it is not built."""
+        worker = self._workers.get(role)
+        return worker.mesh_revision if worker else 0
+
+    def close(self) -> None:
+        """Close every worker, last built first, then leave the process group; the first error is raised at the end."""
+        errors: list[Exception] = []
+        while self._workers:
+            try:
+                self._workers.popitem()[1].close()
+            except Exception as error:
+                errors.append(error)
+        leave_process_group()
+        if errors:
+            raise errors[0]
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What a worker raised, in a form that always travels.
+
+    Attributes:
+        pickled: the exception; None where it does not survive pickling.
+        reason: its type and text in one line.
+        traceback: its traceback as text.
+        exits: whether it asked the process to end (`sys.exit`).
+    """
+
+    pickled: bytes | None
+    reason: str
+    traceback: str
+    exits: bool = False
+
+
+@dataclass(frozen=True)
+class Status:
+    """How a call on one worker ended: its failure, if any, and the worker's mesh revision."""
+
+    failure: Failure | None = None
+    revision: int = 0
+
+
+def capture(error: BaseException, dumps: Callable[[Any], bytes], loads: Callable[[bytes], Any]) -> Failure:
+    """Record an exception on the worker.
+
+    Whether it pickles is tried here, both ways: an exception with an `__init__` of its own often fails on the way back.
+    """
+    text = "".join(traceback.format_exception(error))
+    if isinstance(error, SystemExit):
+        return Failure(None, f"called sys.exit({error.code!r})", text, exits=True)
+    reason = f"{type(error).__name__}: {error}".rstrip(": ")
+    try:
+        pickled = dumps(error)
+        twin = loads(pickled)
+        whole = type(twin) is type(error) and str(twin) == str(error)
+    except Exception:
+        whole = False
+    return Failure(pickled if whole else None, reason, text)  # pyright: ignore[reportPossiblyUnboundVariable]
+
+
+def restore(
+    failure: Failure, role: str, rank: int, node: str, method: str, loads: Callable[[bytes], Any]
+) -> BaseException:
+    """Turn a recorded failure into what the driver raises.
+
+    Returns:
+        The worker's exception with its place added as a note and a `WorkerFailed` with the worker's traceback as its
+        cause; the `WorkerFailed` itself where the exception does not unpickle here; a `WorkerDied` for `sys.exit`.
+    """
+    if failure.exits:
+        return WorkerDied(role, rank, node, method, failure.traceback, failure.reason)
+    stand_in = WorkerFailed(role, rank, node, method, failure.traceback, failure.reason)
+    if failure.pickled is None:
+        return stand_in
+    try:
+        error = loads(failure.pickled)
+    except Exception:
+        return stand_in
+    if not isinstance(error, Exception):
+        return stand_in
+    error.add_note(f"raised by {stand_in.where}")
+    error.__cause__ = stand_in
+    return error

@@ -1,0 +1,108 @@
+"""The process of one slot: a Ray actor around a `RoleHost`. Every method returns a `Status` first."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ostinato.controller.colocate import RoleHost, Status, capture
+from ostinato.controller.rendezvous import hold_port, release_ports
+from ostinato.controller.worker import WorkerContext
+
+
+@dataclass(frozen=True)
+class ProcessPlace:
+    """Where a process came up.
+
+    Attributes:
+        node_id: Ray's id of the node; ranks are grouped by it.
+        address: the node's address.
+        host: its host name.
+        pid: process id.
+        devices: ids of the GPUs that Ray gave it, as the node numbers them.
+        port: a port of the node on which this process listens for the rendezvous.
+    """
+
+    node_id: str
+    address: str
+    host: str
+    pid: int
+    devices: tuple[str, ...]
+    port: int
+
+    @property
+    def node(self) -> str:
+        """The node's name in error texts."""
+        return f"{self.host} ({self.address}, {self.node_id[:8]})"
+
+
+class HostActor:
+    """Hosts the workers of all roles of one slot. Calls run one after another, in the order in which they were sent."""
+
+    def __init__(self) -> None:
+        self._host = RoleHost()
+
+    def place(self) -> tuple[Status, ProcessPlace | None]:
+        """Say where this process is, and hold a port."""
+
+        def here() -> ProcessPlace:
+            import ray
+
+            context = ray.get_runtime_context()
+            devices = tuple(str(device) for device in context.get_accelerator_ids().get("GPU", []))
+            address = ray.util.get_node_ip_address()
+            return ProcessPlace(context.get_node_id(), address, socket.gethostname(), os.getpid(), devices, hold_port())
+
+        return self._guard("", here)
+
+    def prepare(self, env_vars: dict[str, str], keeps_port: bool) -> tuple[Status, None]:
+        """Set the environment of this rank; all ranks but rank 0 give their port back."""
+
+        def settle() -> None:
+            os.environ.update(env_vars)
+            if not keeps_port:
+                release_ports()
+
+        return self._guard("", settle)
+
+    def build(self, role: str, spec: bytes, context: WorkerContext) -> tuple[Status, None]:
+        """Unpickle a role's recipe and build its worker."""
+        from ray import cloudpickle
+
+        return self._guard(role, lambda: self._host.build(role, cloudpickle.loads(spec), context))
+
+    def call(
+        self, role: str, method: str, answers: bool, keywords: tuple[str, ...], *values: Any
+    ) -> tuple[Status, Any]:
+        """Call a method of a role's worker.
+
+        Args:
+            role: the role.
+            method: the method.
+            answers: whether the value is wanted; otherwise it is dropped here.
+            keywords: names of the last values; the ones before them are positional.
+            values: the arguments. They stand in the actor call itself so that Ray resolves references among them.
+        """
+
+        def run() -> Any:
+            split = len(values) - len(keywords)
+            result = self._host.call(role, method, values[:split], dict(zip(keywords, values[split:], strict=True)))
+            return result if answers else None
+
+        return self._guard(role, run)
+
+    def close(self) -> tuple[Status, None]:
+        """Close all workers."""
+        return self._guard("", self._host.close)
+
+    def _guard(self, role: str, run: Callable[[], Any]) -> tuple[Status, Any]:
+        from ray import cloudpickle
+
+        try:
+            value = run()
+        except (Exception, SystemExit) as error:
+            return Status(capture(error, cloudpickle.dumps, cloudpickle.loads), self._host.revision(role)), None
+        return Status(None, self._host.revision(role)), value
