@@ -1,0 +1,194 @@
+"""Advantage estimators over time: each looks at one row's own tokens (and, for the last one, at its group)."""
+
+from __future__ import annotations
+
+import torch
+
+from ostinato.algos._checks import check_not_negative, check_rows, check_same_shape, check_two_dims
+from ostinato.algos._typing import Labels, RowFloats, TokenFloats, TokenMask
+from ostinato.algos.groups import make_groups
+from ostinato.algos.masked import is_valid, masked_whiten, zero_masked
+from ostinato.algos.registry import register_adv_est
+from ostinato.algos.scan import next_valid, policy_ordinal, reverse_scan, reward_to_go
+
+BASELINE_EPSILON = 1e-8
+
+
+@register_adv_est("gae")
+@torch.no_grad()
+def gae(
+    token_level_rewards: TokenFloats,
+    response_mask: TokenMask,
+    *,
+    values: TokenFloats,
+    gamma: float = 1.0,
+    lam: float = 1.0,
+) -> tuple[TokenFloats, TokenFloats]:
+    """Generalised advantage estimation over policy tokens.
+
+    δ_t = r_t + γ·V_{t+1} − V_t, A_t = δ_t + γλ·A_{t+1}, returns = A + V, then A is whitened over the batch. t counts
+    policy tokens only: a masked position (tool output, padding) is no time step, its reward and value are not read, and
+    the next value and the running sum are carried across it. V behind the last policy token is 0.
+
+    Args:
+        token_level_rewards: (B, R); masked entries may hold anything.
+        response_mask: (B, R).
+        values: (B, R) value of the state in which each token was sampled; masked entries may hold anything.
+        gamma: γ, discount a policy token.
+        lam: λ; 0 gives the TD error, 1 reward-to-go minus value.
+
+    Returns:
+        (B, R) whitened advantages and (B, R) returns, dtype of the rewards; exactly 0 under the mask.
+
+    Raises:
+        ShapeError: the shapes differ.
+
+    Source:
+        Schulman et al. 2016 (arXiv 1506.02438), eq. 11 and 16.
+    """
+    check_two_dims("gae", "token_level_rewards", token_level_rewards)
+    check_same_shape("gae", token_level_rewards=token_level_rewards, response_mask=response_mask, values=values)
+    check_not_negative("gae", gamma=gamma, lam=lam)
+    valid = is_valid(response_mask)
+    rewards = zero_masked(token_level_rewards.to(torch.float64), valid)
+    v = zero_masked(values.to(torch.float64), valid)
+    delta = zero_masked(rewards + gamma * next_valid(v, valid) - v, valid)
+    carry = torch.where(valid, gamma * lam, 1.0).to(torch.float64)
+    advantages = zero_masked(reverse_scan(delta, carry), valid)
+    dtype = token_level_rewards.dtype
+    return masked_whiten(advantages, valid).to(dtype), (advantages + v).to(dtype)
+
+
+@register_adv_est("reinforce_plus_plus")
+@torch.no_grad()
+def reinforce_plus_plus(
+    token_level_rewards: TokenFloats, response_mask: TokenMask, *, gamma: float = 1.0
+) -> tuple[TokenFloats, TokenFloats]:
+    """Discounted reward-to-go, whitened over the batch.
+
+    G_t = r_t + γ·G_{t+1} over policy tokens (masked positions are carried across without a decay step);
+    A = whiten(G), returns = G.
+
+    Args:
+        token_level_rewards: (B, R), usually with the KL penalty inside; masked entries may hold anything.
+        response_mask: (B, R).
+        gamma: γ, discount a policy token.
+
+    Returns:
+        (B, R) advantages and (B, R) returns, dtype of the rewards; exactly 0 under the mask.
+
+    Raises:
+        ShapeError: the shapes differ.
+
+    Source:
+        Hu 2025 (REINFORCE++, arXiv 2501.03262).
+    """
+    check_two_dims("reinforce_plus_plus", "token_level_rewards", token_level_rewards)
+    check_same_shape("reinforce_plus_plus", token_level_rewards=token_level_rewards, response_mask=response_mask)
+    check_not_negative("reinforce_plus_plus", gamma=gamma)
+    returns = reward_to_go(token_level_rewards, response_mask, gamma)
+    dtype = token_level_rewards.dtype
+    return masked_whiten(returns, response_mask).to(dtype), returns.to(dtype)
+
+
+@register_adv_est("remax")
+@torch.no_grad()
+def remax(
+    token_level_rewards: TokenFloats, response_mask: TokenMask, *, reward_baselines: RowFloats
+) -> tuple[TokenFloats, TokenFloats]:
+    """Reward-to-go minus the score of the greedy response to the same prompt.
+
+    A_t = Σ_{k≥t} r_k − b, over policy tokens; returns = Σ_{k≥t} r_k.
+
+    Args:
+        token_level_rewards: (B, R); masked entries may hold anything.
+        response_mask: (B, R).
+        reward_baselines: (B,) b, the summed reward of each row's greedy response.
+
+    Returns:
+        (B, R) advantages and (B, R) returns, dtype of the rewards; exactly 0 under the mask.
+
+    Raises:
+        ShapeError: the shapes differ.
+
+    Source:
+        Li et al. 2024 (ReMax, arXiv 2310.10505), algorithm 1.
+    """
+    check_two_dims("remax", "token_level_rewards", token_level_rewards)
+    check_same_shape("remax", token_level_rewards=token_level_rewards, response_mask=response_mask)
+    check_rows("remax", "reward_baselines", reward_baselines, response_mask.shape[0])
+    returns = reward_to_go(token_level_rewards, response_mask, 1.0)
+    advantages = zero_masked(returns - reward_baselines.to(torch.float64)[:, None], response_mask)
+    dtype = token_level_rewards.dtype
+    return advantages.to(dtype), returns.to(dtype)
+
+
+@register_adv_est("optimal_token_baseline")
+@torch.no_grad()
+def optimal_token_baseline(
+    token_level_rewards: TokenFloats,
+    response_mask: TokenMask,
+    *,
+    groups: Labels,
+    log_probs: TokenFloats,
+    sum_pi_squared: TokenFloats,
+    rollouts: Labels | None = None,
+) -> tuple[TokenFloats, TokenFloats]:
+    """Reward-to-go minus a variance-minimising baseline for each position of a group.
+
+    G_t = Σ_{k≥t} r_k. With w = 1 − 2π + Σπ² (the squared norm of the logits' score, π the probability of the sampled
+    token and Σπ² over the vocabulary) and W_t = Σ_{k≤t} w_k, the baseline of a group at its t-th policy token is
+    b_t = Σ_i G_{i,t}·W_{i,t} / (Σ_i W_{i,t} + 1e-8); A = G − b. Past the end of the group's second-longest rollout
+    the baseline would be the row's own return, so A is 0 there. A group of one rollout gets 0. Rows of one rollout
+    share one rollout's weight.
+
+    Args:
+        token_level_rewards: (B, R); masked entries may hold anything.
+        response_mask: (B, R).
+        groups: (B) hashable labels, equal for the responses to one prompt.
+        log_probs: (B, R) log-probability of the sampled token when it was sampled, in nats.
+        sum_pi_squared: (B, R) Σπ² of the same distribution, see `token_sum_pi_squared`.
+        rollouts: (B) hashable labels; rows with one label in a group are one rollout.
+
+    Returns:
+        (B, R) advantages and (B, R) returns, dtype of the rewards; exactly 0 under the mask.
+
+    Raises:
+        ShapeError: the shapes differ.
+
+    Source:
+        Greensmith et al. 2004, "Variance reduction techniques for gradient estimates" (the optimal constant baseline), for
+        each position, with the squared norm in logit space as weight.
+    """
+    where = "optimal_token_baseline"
+    check_two_dims(where, "token_level_rewards", token_level_rewards)
+    check_same_shape(
+        where,
+        token_level_rewards=token_level_rewards,
+        response_mask=response_mask,
+        log_probs=log_probs,
+        sum_pi_squared=sum_pi_squared,
+    )
+    valid = is_valid(response_mask)
+    table = make_groups(where, groups, rollouts, valid)
+    returns = reward_to_go(token_level_rewards, valid, 1.0)
+    probability = zero_masked(log_probs.to(torch.float64), valid).exp()
+    norm = 1.0 - 2.0 * probability + zero_masked(sum_pi_squared.to(torch.float64), valid)
+    cumulative = zero_masked(zero_masked(norm, valid).cumsum(-1), valid)
+    weight = cumulative / table.rows_in_unit.clamp(min=1)[table.unit][:, None]
+
+    num_tokens = response_mask.shape[1]
+    ordinal = policy_ordinal(valid)
+    cell = (table.group[:, None] * num_tokens + ordinal).flatten()
+    cells = returns.new_zeros(table.num_groups * num_tokens + 1)
+    # A masked position has the ordinal of the policy token behind it; its weight is 0, so it adds nothing there.
+    weighted = cells.index_add(0, cell, (returns * weight).flatten())
+    weights = cells.index_add(0, cell, weight.flatten())
+    baseline = (weighted / (weights + BASELINE_EPSILON))[cell].view_as(returns)
+
+    row_length = valid.sum(-1).to(torch.float64)
+    unit_length = row_length.new_zeros(table.num_units).scatter_reduce(0, table.unit, row_length, "amax")
+    second = table.second_largest(unit_length)[1]
+    compared = valid & table.counted[:, None] & (ordinal < second[table.group][:, None])
+    dtype = token_level_rewards.dtype
+    return zero_masked(returns - baseline, compared).to(dtype), returns.to(dtype)

@@ -1,0 +1,161 @@
+"""Log-probabilities and entropies of tokens from hidden states and the LM head, without the logits.
+
+Each chunk's logits are made, read and dropped; the backward pass makes them once more. Memory beyond inputs and
+gradients is one chunk and a float32 accumulator of the head's gradient.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ostinato.algos._typing import HeadWeight, Hidden, PositionFloats, PositionLabels
+from ostinato.algos.errors import ShapeError
+from ostinato.algos.logprob import (
+    check_positions,
+    chunk_gradient,
+    chunk_rows,
+    chunk_statistics,
+    compute_dtype,
+    scaled,
+)
+
+
+def _matmul_dtype(hidden: Tensor) -> torch.dtype:
+    device = hidden.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+
+
+class _FromHidden(torch.autograd.Function):
+    """(hidden, weight, labels) -> (log-probabilities, entropies), chunked in both directions."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float, rows: int, entropy: bool
+    ) -> tuple[Tensor, Tensor]:
+        dtype = _matmul_dtype(hidden)
+        head = weight.to(dtype)
+        lse = hidden.new_empty(hidden.shape[0], dtype=torch.promote_types(dtype, torch.float32))
+        log_probs = torch.zeros_like(lse)
+        entropies = torch.zeros_like(lse)
+        with torch.autocast(hidden.device.type, enabled=False):
+            for start in range(0, hidden.shape[0], rows):
+                part = slice(start, start + rows)
+                z = scaled(hidden[part].to(dtype) @ head.T, temperature)
+                lse[part], chosen, some_entropies = chunk_statistics(z, labels[part], entropy)
+                if chosen is not None:
+                    log_probs[part] = chosen
+                if some_entropies is not None:
+                    entropies[part] = some_entropies
+        ctx.save_for_backward(hidden, weight, labels, lse, entropies if entropy else None)
+        ctx.temperature, ctx.rows, ctx.dtype = temperature, rows, dtype
+        ctx.set_materialize_grads(False)
+        return log_probs, entropies
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_log_probs: Tensor | None, grad_entropies: Tensor | None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        hidden, weight, labels, lse, entropies = ctx.saved_tensors
+        if entropies is None:
+            grad_entropies = None
+        want_hidden, want_weight = ctx.needs_input_grad[:2]
+        grad_hidden = torch.empty_like(hidden) if want_hidden else None
+        # The sum over chunks would lose its small terms in half precision.
+        grad_weight = torch.zeros_like(weight, dtype=compute_dtype(weight)) if want_weight else None
+        head = weight.to(ctx.dtype)
+        with torch.autocast(hidden.device.type, enabled=False):
+            for start in range(0, hidden.shape[0], ctx.rows):
+                part = slice(start, start + ctx.rows)
+                rows = hidden[part].to(ctx.dtype)
+                dz = chunk_gradient(
+                    scaled(rows @ head.T, ctx.temperature),
+                    lse[part],
+                    labels[part],
+                    None if grad_log_probs is None else grad_log_probs[part],
+                    None if entropies is None else entropies[part],
+                    None if grad_entropies is None else grad_entropies[part],
+                )
+                dz = (dz / ctx.temperature).to(ctx.dtype)
+                if grad_hidden is not None:
+                    grad_hidden[part] = dz @ head
+                if grad_weight is not None:
+                    grad_weight += dz.T @ rows
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None, None
+
+
+def _apply(
+    where: str,
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    temperature: float,
+    chunk_size: int | None,
+    entropy: bool,
+) -> tuple[Tensor, Tensor]:
+    check_positions(where, hidden, labels, temperature)
+    if weight.dim() != 2 or weight.shape[1] != hidden.shape[1]:
+        raise ShapeError(
+            f"{where}: weight must be (V, {hidden.shape[1]}), vocabulary by hidden size; got {tuple(weight.shape)}"
+        )
+    rows = chunk_rows(chunk_size, weight.shape[0])
+    return _FromHidden.apply(hidden, weight, labels, temperature, rows, entropy)
+
+
+def token_log_probs_from_hidden(
+    hidden: Hidden,
+    weight: HeadWeight,
+    labels: PositionLabels,
+    temperature: float = 1.0,
+    *,
+    chunk_size: int | None = None,
+) -> PositionFloats:
+    """`token_log_probs(hidden @ weight.T, labels, temperature)` without the logits, in both directions.
+
+    The product is taken in the dtype of `hidden` (the autocast dtype where autocast is on), as the model's own head
+    would; everything after it in float32.
+
+    Args:
+        hidden: (N, D) last hidden states at the predicting positions.
+        weight: (V, D) of the LM head.
+        labels: (N,) int64 token ids in 0..V−1.
+        temperature: T, above 0.
+        chunk_size: positions a chunk; None bounds a chunk at 64 MiB of float32.
+
+    Returns:
+        (N,) in nats, float32 (float64 for float64 hidden states). Gradients reach hidden and weight.
+
+    Raises:
+        ShapeError: hidden, weight and labels do not fit.
+        ArgumentError: the temperature or the chunk size is out of range.
+    """
+    return _apply("token_log_probs_from_hidden", hidden, weight, labels, temperature, chunk_size, False)[0]
+
+
+def token_log_probs_and_entropy_from_hidden(
+    hidden: Hidden,
+    weight: HeadWeight,
+    labels: PositionLabels,
+    temperature: float = 1.0,
+    *,
+    chunk_size: int | None = None,
+) -> tuple[PositionFloats, PositionFloats]:
+    """`token_log_probs_and_entropy(hidden @ weight.T, labels, temperature)` without the logits, in both directions.
+
+    Args:
+        hidden: (N, D) last hidden states at the predicting positions.
+        weight: (V, D) of the LM head.
+        labels: (N,) int64 token ids in 0..V−1.
+        temperature: T, above 0.
+        chunk_size: positions a chunk; None bounds a chunk at 64 MiB of float32.
+
+    Returns:
+        (N,) log-probabilities and (N,) entropies, in nats, float32 (float64 for float64 hidden states).
+
+    Raises:
+        ShapeError: hidden, weight and labels do not fit.
+        ArgumentError: the temperature or the chunk size is out of range.
+    """
+    return _apply("token_log_probs_and_entropy_from_hidden", hidden, weight, labels, temperature, chunk_size, True)

@@ -1,0 +1,289 @@
+"""Log-probabilities and entropies of tokens from logits, without a float32 copy of the logits.
+
+Both directions go through the positions in chunks. Only the logits as they came and one or two numbers a position are
+kept for the backward pass, which writes the one tensor that it has to return: the gradient in the logits' own dtype.
+`fused.py` does the same from hidden states, where the logits never exist as a whole.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ostinato.algos._checks import check_positive
+from ostinato.algos._typing import Logits, PositionFloats, PositionLabels
+from ostinato.algos.errors import ArgumentError, ShapeError
+
+CHUNK_ELEMENTS = 1 << 24
+"""Entries of a (positions, vocabulary) chunk: 64 MiB in float32."""
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """Float32 for half precision, else the tensor's own dtype."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def chunk_rows(chunk_size: int | None, vocab_size: int) -> int:
+    """How many positions a chunk has."""
+    if chunk_size is None:
+        return max(CHUNK_ELEMENTS // max(vocab_size, 1), 1)
+    if chunk_size < 1:
+        raise ArgumentError(f"chunk_size must be at least 1 position, got {chunk_size}")
+    return chunk_size
+
+
+def check_positions(where: str, rows: Tensor, labels: Tensor | None, temperature: float) -> None:
+    """Refuse what is not (N, ·) with (N,) labels and a temperature above 0."""
+    check_positive(where, temperature=temperature)
+    if rows.dim() != 2:
+        raise ShapeError(f"{where}: expected (N, ·), positions by vocabulary or hidden size; got {tuple(rows.shape)}")
+    if labels is not None and labels.shape != rows.shape[:1]:
+        raise ShapeError(
+            f"{where}: labels must be ({rows.shape[0]},), one a position; they have shape {tuple(labels.shape)}"
+        )
+
+
+def scaled(logits: Tensor, temperature: float) -> Tensor:
+    """A chunk of logits in the compute dtype, divided by the temperature."""
+    wide = logits.to(compute_dtype(logits))
+    return wide if temperature == 1.0 else wide / temperature
+
+
+def chunk_statistics(z: Tensor, labels: Tensor | None, entropy: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Of scaled logits (n, V): logsumexp (n,), log-probabilities of the labels, entropies."""
+    lse = z.logsumexp(-1)
+    log_probs = None if labels is None else z.gather(-1, labels[:, None]).squeeze(-1) - lse
+    if not entropy:
+        return lse, log_probs, None
+    p = (z - lse[:, None]).exp()
+    # A logit of −inf is a token outside of the vocabulary: it adds 0, not 0·inf.
+    expected = torch.where(p > 0, p * z, z.new_zeros(())).sum(-1)
+    return lse, log_probs, lse - expected
+
+
+def chunk_gradient(
+    z: Tensor,
+    lse: Tensor,
+    labels: Tensor | None,
+    grad_log_probs: Tensor | None,
+    entropies: Tensor | None,
+    grad_entropies: Tensor | None,
+) -> Tensor:
+    """Gradient of scaled logits (n, V): g·(onehot − p) for log-probabilities, −g·p·(log p + H) for entropies."""
+    log_p = z - lse[:, None]
+    p = log_p.exp()
+    gradient = torch.zeros_like(z)
+    if grad_log_probs is not None and labels is not None:
+        gradient = gradient - p * grad_log_probs[:, None]
+        gradient.scatter_add_(-1, labels[:, None], grad_log_probs[:, None].to(z.dtype))
+    if grad_entropies is not None and entropies is not None:
+        surprise = torch.where(p > 0, log_p + entropies[:, None], z.new_zeros(()))
+        gradient = gradient - p * surprise * grad_entropies[:, None]
+    return gradient
+
+
+class _FromLogits(torch.autograd.Function):
+    """(logits, labels) -> (log-probabilities, entropies), chunked in both directions."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, labels: Tensor | None, temperature: float, rows: int, entropy: bool
+    ) -> tuple[Tensor, Tensor]:
+        num = logits.shape[0]
+        lse = logits.new_empty(num, dtype=compute_dtype(logits))
+        log_probs = torch.zeros_like(lse)
+        entropies = torch.zeros_like(lse)
+        for start in range(0, num, rows):
+            part = slice(start, start + rows)
+            z = scaled(logits[part], temperature)
+            chosen = None if labels is None else labels[part]
+            lse[part], some_log_probs, some_entropies = chunk_statistics(z, chosen, entropy)
+            if some_log_probs is not None:
+                log_probs[part] = some_log_probs
+            if some_entropies is not None:
+                entropies[part] = some_entropies
+        ctx.save_for_backward(logits, labels, lse, entropies if entropy else None)
+        ctx.temperature, ctx.rows = temperature, rows
+        ctx.set_materialize_grads(False)
+        return log_probs, entropies
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_log_probs: Tensor | None, grad_entropies: Tensor | None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        logits, labels, lse, entropies = ctx.saved_tensors
+        gradient = torch.empty_like(logits)
+
+        def part_of(tensor: Tensor | None, part: slice) -> Tensor | None:
+            return None if tensor is None else tensor[part]
+
+        for start in range(0, logits.shape[0], ctx.rows):
+            part = slice(start, start + ctx.rows)
+            dz = chunk_gradient(
+                scaled(logits[part], ctx.temperature),
+                lse[part],
+                part_of(labels, part),
+                part_of(grad_log_probs, part),
+                part_of(entropies, part),
+                part_of(grad_entropies, part),
+            )
+            gradient[part] = dz if ctx.temperature == 1.0 else dz / ctx.temperature
+        return gradient, None, None, None, None
+
+
+def token_log_probs(
+    logits: Logits, labels: PositionLabels, temperature: float = 1.0, *, chunk_size: int | None = None
+) -> PositionFloats:
+    """Log-probability of each position's label under the temperature-scaled distribution.
+
+    log p = l_y/T − logsumexp(l/T), accumulated in float32.
+
+    Args:
+        logits: (N, V) of any floating dtype; −inf takes a token out of the vocabulary.
+        labels: (N,) int64 token ids in 0..V−1.
+        temperature: T, above 0; the one that the tokens were sampled with.
+        chunk_size: positions a chunk; None bounds a chunk at 64 MiB of float32.
+
+    Returns:
+        (N,) in nats, float32 (float64 for float64 logits).
+
+    Raises:
+        ShapeError: logits are not (N, V) or labels not (N,).
+        ArgumentError: the temperature or the chunk size is out of range.
+    """
+    check_positions("token_log_probs", logits, labels, temperature)
+    return _FromLogits.apply(logits, labels, temperature, chunk_rows(chunk_size, logits.shape[1]), False)[0]
+
+
+def token_entropy(logits: Logits, temperature: float = 1.0, *, chunk_size: int | None = None) -> PositionFloats:
+    """Entropy of the temperature-scaled distribution at each position.
+
+    H = logsumexp(z) − Σ softmax(z)·z with z = l/T, accumulated in float32; differentiable.
+
+    Args:
+        logits: (N, V) of any floating dtype; −inf takes a token out of the vocabulary.
+        temperature: T, above 0.
+        chunk_size: positions a chunk; None bounds a chunk at 64 MiB of float32.
+
+    Returns:
+        (N,) in nats, float32 (float64 for float64 logits).
+
+    Raises:
+        ShapeError: logits are not (N, V).
+        ArgumentError: the temperature or the chunk size is out of range.
+    """
+    check_positions("token_entropy", logits, None, temperature)
+    return _FromLogits.apply(logits, None, temperature, chunk_rows(chunk_size, logits.shape[1]), True)[1]
+
+
+def token_log_probs_and_entropy(
+    logits: Logits, labels: PositionLabels, temperature: float = 1.0, *, chunk_size: int | None = None
+) -> tuple[PositionFloats, PositionFloats]:
+    """`token_log_probs` and `token_entropy` in one pass in each direction.
+
+    Args:
+        logits: (N, V) of any floating dtype; −inf takes a token out of the vocabulary.
+        labels: (N,) int64 token ids in 0..V−1.
+        temperature: T, above 0.
+        chunk_size: positions a chunk; None bounds a chunk at 64 MiB of float32.
+
+    Returns:
+        (N,) log-probabilities and (N,) entropies, in nats, float32 (float64 for float64 logits).
+
+    Raises:
+        ShapeError: logits are not (N, V) or labels not (N,).
+        ArgumentError: the temperature or the chunk size is out of range.
+    """
+    check_positions("token_log_probs_and_entropy", logits, labels, temperature)
+    return _FromLogits.apply(logits, labels, temperature, chunk_rows(chunk_size, logits.shape[1]), True)
+
+
+@torch.no_grad()
+def token_sum_pi_squared(logits: Logits, temperature: float = 1.0, *, chunk_size: int | None = None) -> PositionFloats:
+    """Σ π² over the vocabulary at each position, for `optimal_token_baseline`.
+
+    Σ π² = exp(logsumexp(2z) − 2·logsumexp(z)) with z = l/T; no gradient.
+
+    Args:
+        logits: (N, V) of any floating dtype; −inf takes a token out of the vocabulary.
+        temperature: T, above 0.
+        chunk_size: positions a chunk; None bounds a chunk at 64 MiB of float32.
+
+    Returns:
+        (N,) between 1/V and 1, float32 (float64 for float64 logits).
+
+    Raises:
+        ShapeError: logits are not (N, V).
+        ArgumentError: the temperature or the chunk size is out of range.
+    """
+    check_positions("token_sum_pi_squared", logits, None, temperature)
+    out = logits.new_empty(logits.shape[0], dtype=compute_dtype(logits))
+    rows = chunk_rows(chunk_size, logits.shape[1])
+    for start in range(0, logits.shape[0], rows):
+        part = slice(start, start + rows)
+        z = scaled(logits[part], temperature)
+        out[part] = ((2.0 * z).logsumexp(-1) - 2.0 * z.logsumexp(-1)).exp()
+    return out
+
+
+def full_kl(
+    logits: Logits, ref_logits: Logits, temperature: float = 1.0, *, chunk_size: int | None = None
+) -> PositionFloats:
+    """KL(π ‖ ref) over the whole vocabulary at each position.
+
+    Σ p·(log p − log q) with p, q the temperature-scaled distributions; the KL kind `full`. Chunks are recomputed in the
+    backward pass. A token of probability 0 under π adds 0.
+
+    Args:
+        logits: (N, V) of the policy.
+        ref_logits: (N, V) of the reference; no gradient.
+        temperature: T, above 0, of both.
+        chunk_size: positions a chunk; None bounds a chunk at 64 MiB of float32.
+
+    Returns:
+        (N,) in nats, 0 or more, float32 (float64 for float64 logits).
+
+    Raises:
+        ShapeError: the logits are not (N, V) of one shape.
+        ArgumentError: the temperature or the chunk size is out of range.
+    """
+    check_positions("full_kl", logits, None, temperature)
+    if logits.shape != ref_logits.shape:
+        raise ShapeError(f"full_kl: logits are {tuple(logits.shape)}, ref_logits {tuple(ref_logits.shape)}; same shape")
+    return _FullKL.apply(logits, ref_logits, temperature, chunk_rows(chunk_size, logits.shape[1]))
+
+
+class _FullKL(torch.autograd.Function):
+    """Chunked Σ p·(log p − log q); dKL/dz_j = p_j·(log p_j − log q_j − KL)."""
+
+    @staticmethod
+    def _terms(logits: Tensor, ref_logits: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        log_p = scaled(logits, temperature).log_softmax(-1)
+        log_q = scaled(ref_logits, temperature).log_softmax(-1)
+        p = log_p.exp()
+        return p, torch.where(p > 0, log_p - log_q, p.new_zeros(()))
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, ref_logits: Tensor, temperature: float, rows: int) -> Tensor:
+        kl = logits.new_empty(logits.shape[0], dtype=compute_dtype(logits))
+        for start in range(0, logits.shape[0], rows):
+            part = slice(start, start + rows)
+            p, gap = _FullKL._terms(logits[part], ref_logits[part], temperature)
+            kl[part] = (p * gap).sum(-1).clamp(min=0)
+        ctx.save_for_backward(logits, ref_logits, kl)
+        ctx.temperature, ctx.rows = temperature, rows
+        return kl
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (grad,) = grad_outputs
+        logits, ref_logits, kl = ctx.saved_tensors
+        gradient = torch.empty_like(logits)
+        for start in range(0, logits.shape[0], ctx.rows):
+            part = slice(start, start + ctx.rows)
+            p, gap = _FullKL._terms(logits[part], ref_logits[part], ctx.temperature)
+            gradient[part] = p * (gap - kl[part, None]) * (grad[part, None] / ctx.temperature)
+        return gradient, None, None, None
