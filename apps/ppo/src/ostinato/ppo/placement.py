@@ -57,7 +57,7 @@ def open_backend(config: PpoConfig) -> Any:
     if config.trainer.backend == "local":
         from ostinato.controller.local import LocalBackend
 
-        return LocalBackend()
+        return LocalBackend(config.trainer.device)
     from ostinato.controller.ray import RayBackend, ResourcePool, ResourcePoolManager
 
     trainer, reward = config.trainer, config.reward_model
