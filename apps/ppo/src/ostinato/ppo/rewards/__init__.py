@@ -1,6 +1,6 @@
 """Rule rewards: scorers by data source, a user's own function, and the processes that run them under a time limit.
 
-`RewardFunction` (in `manager`) is what the loop calls. This package itself imports neither torch nor a tokenizer, so
+`build_reward` gives what the loop calls. This package itself imports neither torch nor a tokenizer, so
 that the scoring processes start quickly.
 """
 
@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any
 from ostinato.ppo.rewards.registry import known_data_sources, register_scorer, scorer_for
 
 if TYPE_CHECKING:
-    from ostinato.ppo.rewards.manager import RewardFunction
+    from ostinato.ppo.rewards.manager import RewardFunction, build_reward
 
-__all__ = ["RewardFunction", "known_data_sources", "register_scorer", "scorer_for"]
+__all__ = ["RewardFunction", "build_reward", "known_data_sources", "register_scorer", "scorer_for"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import `RewardFunction` when it is first asked for: it needs torch, the scoring processes do not."""
-    if name == "RewardFunction":
-        from ostinato.ppo.rewards.manager import RewardFunction
+    """Import what needs torch when it is first asked for: the scoring processes do without."""
+    if name in ("RewardFunction", "build_reward"):
+        from ostinato.ppo.rewards import manager
 
-        return RewardFunction
+        return getattr(manager, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -14,4 +14,4 @@ class ScorerError(RewardError, ValueError):
 
 
 class RowFailedError(RewardError):
-    """A row could not be scored and the run was told to stop at that (`on_error=stop`)."""
+    """A row could not be scored and the run was told to stop at that (`on_error=raise`)."""

@@ -55,7 +55,7 @@ class ScorerPool:
         num_workers: processes at most; None for one a core, up to 16. They start with the first rows.
         timeout: seconds that one call may take.
         default: the score of a row that could not be scored.
-        on_error: `default` gives such a row the default score and goes on, `stop` raises.
+        on_error: `default` gives such a row the default score and goes on, `raise` ends the call.
         memory_limit_mb: memory that a process may write to, in MiB; 0 for no limit.
         start_timeout: seconds that loading the scorers may take.
 
@@ -70,12 +70,12 @@ class ScorerPool:
         num_workers: int | None = None,
         timeout: float = 10.0,
         default: float = 0.0,
-        on_error: Literal["default", "stop"] = "default",
+        on_error: Literal["default", "raise"] = "default",
         memory_limit_mb: int = 4096,
         start_timeout: float = 120.0,
     ) -> None:
-        if on_error not in ("default", "stop"):
-            raise ScorerError(f"rewards: on_error must be 'default' or 'stop'; got {on_error!r}")
+        if on_error not in ("default", "raise"):
+            raise ScorerError(f"rewards: on_error must be 'default' or 'raise'; got {on_error!r}")
         if timeout <= 0:
             raise ScorerError(f"rewards: the time limit of a call must be above 0 seconds; got {timeout}")
         recipe.check()
@@ -100,7 +100,7 @@ class ScorerPool:
         Raises:
             UnknownDataSourceError: a row's data source has no scorer; nothing has been scored.
             ScorerError: the scorers cannot be loaded.
-            RowFailedError: `on_error="stop"` and a row failed.
+            RowFailedError: `on_error="raise"` and a row failed.
         """
         for data_source in {row.data_source for row in rows}:
             self._recipe.check_data_source(data_source)
@@ -126,10 +126,10 @@ class ScorerPool:
         """Take note of a row that failed: raise, or log the first of its kind.
 
         Raises:
-            RowFailedError: `on_error="stop"`.
+            RowFailedError: `on_error="raise"`.
         """
         message = f"a reward call failed ({kind}; data_source {row.data_source!r}): {text}"
-        if self.on_error == "stop":
+        if self.on_error == "raise":
             raise RowFailedError(message)
         if kind not in self._logged:
             self._logged.add(kind)

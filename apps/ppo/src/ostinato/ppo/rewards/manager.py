@@ -1,0 +1,211 @@
+"""The reward of a batch: responses become texts, texts become scores, scores go on the last policy token."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+import numpy as np
+import torch
+
+from ostinato.algos import place_outcome
+from ostinato.ppo.errors import RewardError
+from ostinato.ppo.rewards.pool import Outcome, ScorerPool
+from ostinato.ppo.rewards.recipe import Recipe, Row
+from ostinato.protocol import DataProto, Metric
+
+logger = logging.getLogger(__name__)
+
+READS = ("responses", "response_mask", "data_source", "reward_model")
+READS_OPTIONAL = ("extra_info", "finish_reason")
+
+EXTRA = "reward/"
+"""Before the name of a column that holds what a reward function returned beside the score."""
+
+
+class Reward(Protocol):
+    """What the loop calls to score a batch."""
+
+    def __call__(self, batch: DataProto) -> DataProto:
+        """Return the column `token_level_scores` (B, R) for a batch of responses."""
+        ...
+
+    def close(self) -> None:
+        """End what scores; called once, at the end of the run."""
+        ...
+
+
+def build_reward(config: Any, tokenizer: Any, groups: Mapping[str, Any]) -> Reward:
+    """Return the reward of a run: the reward model's where `reward_model.enable` is set, else the reward function's.
+
+    Args:
+        config: the run's configuration.
+        tokenizer: the policy's tokenizer.
+        groups: worker groups by role.
+    """
+    if config.reward_model.enable:
+        if config.custom_reward_function.path is not None:
+            logger.warning("reward_model.enable=True: custom_reward_function.path is not used")
+        return ModelReward(groups["reward_model"])
+    return RewardFunction(config, tokenizer)
+
+
+class ModelReward:
+    """The score of a reward model.
+
+    Args:
+        group: a worker group with `compute_rm_score`.
+    """
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+
+    def __call__(self, batch: DataProto) -> DataProto:
+        """Score a batch; returns `token_level_scores`."""
+        return self._group.compute_rm_score(batch)
+
+    def close(self) -> None:
+        """Do nothing: the group belongs to the backend."""
+
+
+class RewardFunction:
+    """The score of a Python function: the registered scorer of each row's data source, or a user's own.
+
+    Args:
+        config: a run's configuration, or its section `custom_reward_function`: `path`, `name`, `reward_kwargs`,
+            `timeout_seconds`, `num_processes`, `on_error`, `default_score`.
+        tokenizer: turns responses into texts.
+
+    Raises:
+        ScorerError: the section names a file or function that is not there.
+    """
+
+    def __init__(self, config: Any, tokenizer: Any) -> None:
+        section = getattr(config, "custom_reward_function", config)
+        self._tokenizer = tokenizer
+        self.default = float(getattr(section, "default_score", 0.0))
+        self.pool = ScorerPool(
+            Recipe(path=section.path, name=section.name, kwargs=dict(section.reward_kwargs or {})),
+            num_workers=getattr(section, "num_processes", None),
+            timeout=getattr(section, "timeout_seconds", 30.0),
+            default=self.default,
+            on_error=getattr(section, "on_error", "default"),
+        )
+
+    def __call__(self, batch: DataProto) -> DataProto:
+        """Score a batch.
+
+        Only tokens that the policy sampled are turned into text. A row whose generation was aborted
+        (`finish_reason == "abort"`) is not scored and gets the default.
+
+        Args:
+            batch: reads `responses` (B, R), `response_mask` (B, R), `data_source`, `reward_model` (holds
+                `ground_truth`), and where they are there `extra_info` and `finish_reason`.
+
+        Returns:
+            `token_level_scores` (B, R) float32: the score on each row's last policy token, 0 elsewhere. Non-tensor:
+            `reward/score` (B,), and `reward/KEY` for each further key of the results (NaN or None in rows without it).
+            Metrics: `reward/errors` (rows without a score of their own), `reward/timeouts` (those of them that ran out
+            of time), `reward/aborted`, and `reward/KEY/mean` for each numeric key.
+
+        Raises:
+            RewardError: a column is missing, a data source has no scorer, or a row failed and `on_error` is `raise`.
+        """
+        data = self._read(batch)
+        assert data.batch is not None
+        mask = data.batch["response_mask"].bool()
+        finish = data.non_tensor_batch.get("finish_reason")
+        aborted = np.zeros(len(data), dtype=bool) if finish is None else np.asarray(finish == "abort", dtype=bool)
+        scored = np.flatnonzero(~aborted)
+        outcomes = [Outcome(self.default)] * len(data)
+        for number, outcome in zip(scored, self.pool.score(self._rows(data, mask, scored)), strict=True):
+            outcomes[number] = outcome
+        scores = np.asarray([outcome.score for outcome in outcomes], dtype=np.float64)
+        extra = extra_columns(outcomes)
+        return DataProto.from_dict(
+            tensors={"token_level_scores": place_outcome(torch.from_numpy(scores).float(), mask.cpu())},
+            non_tensors={f"{EXTRA}score": scores, **{f"{EXTRA}{key}": column for key, column in extra.items()}},
+            meta_info={"metrics": self._metrics(outcomes, extra, aborted)},
+        )
+
+    def _read(self, batch: DataProto) -> DataProto:
+        missing = [name for name in READS if name not in batch.columns]
+        if missing:
+            raise RewardError(
+                f"the reward needs the columns {', '.join(READS)}; missing: {', '.join(missing)}. data_source and "
+                "reward_model come from the data files (reward_model holds ground_truth)"
+            )
+        return batch.get([*READS, *(name for name in READS_OPTIONAL if name in batch.columns)])
+
+    def _rows(self, data: DataProto, mask: torch.Tensor, numbers: np.ndarray) -> list[Row]:
+        """What the scorers get of the rows to score."""
+        assert data.batch is not None
+        responses = data.batch["responses"]
+        sampled = [responses[number][mask[number]].tolist() for number in numbers]
+        texts = self._tokenizer.batch_decode(sampled, skip_special_tokens=True)
+        columns = data.non_tensor_batch
+        sources, models = columns["data_source"][numbers], columns["reward_model"][numbers]
+        infos: Any = columns["extra_info"][numbers] if "extra_info" in columns else [None] * len(numbers)
+        return [
+            Row(str(source), text, _ground_truth(model), info)
+            for source, text, model, info in zip(sources, texts, models, infos, strict=True)
+        ]
+
+    def _metrics(
+        self, outcomes: Sequence[Outcome], extra: Mapping[str, np.ndarray], aborted: np.ndarray
+    ) -> dict[str, Metric]:
+        failures = [outcome.failure for outcome in outcomes if outcome.failure is not None]
+        metrics = {
+            "reward/errors": Metric.sum(len(failures)),
+            "reward/timeouts": Metric.sum(failures.count("timeout")),
+            "reward/aborted": Metric.sum(int(aborted.sum())),
+        }
+        for key, column in extra.items():
+            if column.dtype != object and (valid := column[np.isfinite(column)]).size:
+                metrics[f"reward/{key}/mean"] = Metric.mean(float(valid.mean()), weight=valid.size)
+        return metrics
+
+    def close(self) -> None:
+        """End the scoring processes."""
+        self.pool.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _ground_truth(reward_model: Any) -> Any:
+    if not isinstance(reward_model, Mapping) or "ground_truth" not in reward_model:
+        raise RewardError(
+            f"the column reward_model must hold an object with 'ground_truth' in each row; got {reward_model!r}"
+        )
+    return reward_model["ground_truth"]
+
+
+def extra_columns(outcomes: Sequence[Outcome]) -> dict[str, np.ndarray]:
+    """Turn what the functions returned beside the score into columns.
+
+    Args:
+        outcomes: B rows.
+
+    Returns:
+        For each key (B,): float64 with NaN in rows without it, or object with None in rows without it where any row
+        holds a text.
+    """
+    keys = sorted({key for outcome in outcomes for key in outcome.extra})
+    columns: dict[str, np.ndarray] = {}
+    for key in keys:
+        values = [outcome.extra.get(key) for outcome in outcomes]
+        if any(isinstance(value, str) for value in values):
+            column = np.empty(len(values), dtype=object)
+            column[:] = values
+        else:
+            column = np.asarray([np.nan if value is None else value for value in values], dtype=np.float64)
+        columns[key] = column
+    return columns
