@@ -99,12 +99,14 @@ class RewardModelSection(RewardModelConfig):
     """The reward model's keys, where it runs, and how its engine lays it out.
 
     Attributes:
+        enable: score with a reward model instead of a reward function.
         enable_resource_pool: give it GPUs of its own instead of the actor's.
         n_gpus_per_node: GPUs a node of that pool; on a CPU, processes.
         nnodes: nodes of that pool.
         fsdp_config: layout, offload and number types of the FSDP engine.
     """
 
+    enable: bool = False
     enable_resource_pool: bool = False
     n_gpus_per_node: int = 1
     nnodes: int = 1

@@ -213,7 +213,7 @@ class CustomRewardConfig:
             (`custom_reward_function.reward_kwargs.method=flexible`).
         timeout_seconds: time a call may take; a row that takes longer gets `default_score`.
         num_processes: calls that run at once; null takes the number of cores.
-        on_error: `default` scores a failed row `default_score` and counts it; `raise` stops the run.
+        on_error: `default` scores a failed row `default_score` and counts it; `stop` ends the run.
         default_score: the score of a row whose call failed.
     """
 
@@ -222,7 +222,7 @@ class CustomRewardConfig:
     reward_kwargs: dict[str, Any] = field(default_factory=dict)
     timeout_seconds: float = 30.0
     num_processes: int | None = None
-    on_error: Literal["default", "raise"] = "default"
+    on_error: Literal["default", "stop"] = "default"
     default_score: float = 0.0
 
     def __post_init__(self) -> None:

@@ -1,0 +1,273 @@
+"""The plan of a run in a few lines: what a step is, who runs where, what it should need, where its results go."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ostinato.ppo.config import PpoConfig
+from ostinato.ppo.facts import ModelFacts
+from ostinato.ppo.preflight import Checked
+
+_BYTES = {"fp32": 4, "float32": 4, "bf16": 2, "bfloat16": 2, "fp16": 2, "float16": 2}
+_WIDTH = 110
+
+
+@dataclass(frozen=True)
+class UpdatePlan:
+    """One trained role's share of a step.
+
+    Attributes:
+        updates: optimizer steps of one pass over the step's rows.
+        passes: passes over the rows (`ppo_epochs`).
+        prompts: prompts of one update.
+        rows: responses of one update, `prompts × rollout.n`.
+        rows_per_rank: of these, on one rank; the larger number where they do not divide.
+        micro_batches: micro-batches of one update on one rank; None where a token budget decides.
+        token_budget: that budget, or None.
+    """
+
+    updates: int
+    passes: int
+    prompts: int
+    rows: int
+    rows_per_rank: int
+    micro_batches: int | None
+    token_budget: int | None
+
+
+def update_plan(config: PpoConfig, role: str) -> UpdatePlan:
+    """Work out the batch arithmetic of `actor` or `critic`: prompts are divided by prompts, rows by ranks.
+
+    Args:
+        config: the run.
+        role: `actor` or `critic`.
+    """
+    section: Any = config.actor_rollout_ref.actor if role == "actor" else config.critic
+    prompts = math.ceil(config.data.train_batch_size / section.num_mini_batches)
+    rows = prompts * config.actor_rollout_ref.rollout.n
+    per_rank = math.ceil(rows / config.world_size)
+    limit = section.update_limit
+    micro = math.ceil(per_rank / limit.micro_batch_size) if limit.micro_batch_size else None
+    return UpdatePlan(section.num_mini_batches, section.ppo_epochs, prompts, rows, per_rank, micro, limit.max_tokens)
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """What one rank needs for a model that does not change with the batch, in bytes.
+
+    Attributes:
+        role: whose.
+        weights: this rank's shard of the master weights (the whole copy of a rollout engine).
+        gradients: its shard of the gradients.
+        optimizer: its shard of Adam's two moments.
+        offloaded: what of it lies in host memory while others have their turn.
+    """
+
+    role: str
+    weights: float
+    gradients: float = 0.0
+    optimizer: float = 0.0
+    offloaded: str = ""
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return self.weights + self.gradients + self.optimizer
+
+
+def memory_plan(checked: Checked) -> list[MemoryPlan]:
+    """Estimate the steady memory a rank of every model: parameters × bytes ÷ ranks that share them.
+
+    Activations, gathered layers and the KV cache come on top; a model whose size is not known is left out.
+    """
+    config, models = checked.config, checked.models
+    hybrid, actor = config.actor_rollout_ref, models.get("actor")
+    plans = [
+        _trained("actor", hybrid.actor, actor, config.world_size),
+        _frozen("reference", hybrid.ref, actor if config.needs_reference else None, config.world_size),
+        _engine(config, actor),
+        _trained("critic", config.critic, models.get("critic"), config.world_size),
+    ]
+    reward = config.reward_model
+    own = reward.n_gpus_per_node * reward.nnodes if reward.enable_resource_pool else config.world_size
+    plans.append(_frozen("reward model", reward, models.get("reward_model"), own))
+    return [plan for plan in plans if plan is not None]
+
+
+def _shard(section: Any, model: ModelFacts | None, ranks: int) -> float | None:
+    """Parameters of one rank."""
+    if model is None or model.num_parameters is None:
+        return None
+    size = section.fsdp_config.fsdp_size
+    return model.num_parameters / (size if size > 0 else ranks)
+
+
+def _trained(role: str, section: Any, model: ModelFacts | None, ranks: int) -> MemoryPlan | None:
+    layout, count = section.fsdp_config, _shard(section, model, ranks)
+    if count is None:
+        return None
+    width, away = _BYTES[layout.model_dtype], []
+    away += ["weights"] if layout.param_offload or layout.offload_policy else []
+    away += ["optimizer"] if layout.optimizer_offload or layout.offload_policy else []
+    return MemoryPlan(role, count * width, count * width, 2 * count * width, " and ".join(away))
+
+
+def _frozen(role: str, section: Any, model: ModelFacts | None, ranks: int) -> MemoryPlan | None:
+    layout, count = section.fsdp_config, _shard(section, model, ranks)
+    if count is None:
+        return None
+    away = "weights" if layout.param_offload or layout.offload_policy else ""
+    return MemoryPlan(role, count * _BYTES[layout.model_dtype], offloaded=away)
+
+
+def _engine(config: PpoConfig, model: ModelFacts | None) -> MemoryPlan | None:
+    if model is None or model.num_parameters is None:
+        return None
+    rollout = config.actor_rollout_ref.rollout
+    copy = model.num_parameters * _BYTES[rollout.dtype] / rollout.tensor_model_parallel_size
+    return MemoryPlan(f"rollout ({rollout.name})", copy, offloaded="weights" if rollout.free_cache_engine else "")
+
+
+def plan_text(checked: Checked) -> str:
+    """The whole plan as text, one heading a line."""
+    entries = [*_what(checked), *_step(checked), *_where(checked), *_memory(checked), *_output(checked)]
+    lines, last = [], ""
+    for heading, text in entries:
+        lines.append(f"  {'' if heading == last else heading:<11} {text}")
+        last = heading
+    return "plan\n" + "\n".join(lines) + "\n"
+
+
+def _what(checked: Checked) -> Iterator[tuple[str, str]]:
+    config, policy = checked.config, checked.models["actor"]
+    estimator = config.algorithm.adv_estimator
+    yield "run", f"{estimator}, {config.actor_rollout_ref.actor.policy_loss.loss_mode} policy loss"
+    yield "policy", f"{policy.architecture}, {_count(policy.num_parameters)} parameters, {policy.folder}"
+    if checked.needs_critic:
+        critic = checked.models["critic"]
+        yield "critic", f"{critic.architecture}, {_count(critic.num_parameters)} parameters, {critic.folder}"
+    else:
+        yield "critic", f"none: {estimator} learns no value function"
+    yield "reference", _reference(config)
+    yield "reward", _reward(checked)
+
+
+def _reference(config: PpoConfig) -> str:
+    actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
+    terms = []
+    if actor.use_kl_loss:
+        terms.append(f"KL in the loss ({actor.kl_loss_type} × {actor.kl_loss_coef})")
+    if algorithm.use_kl_in_reward:
+        terms.append(f"KL in the reward ({algorithm.kl_penalty} × {algorithm.kl_ctrl.kl_coef})")
+    return "the initial policy; " + " and ".join(terms) if terms else "none: no KL term is on"
+
+
+def _reward(checked: Checked) -> str:
+    config = checked.config
+    if config.reward_model.enable:
+        return f"reward model {checked.models['reward_model'].folder}"
+    own = config.custom_reward_function
+    return f"{own.name} of {own.path}" if own.path else "the built-in function of each row's data_source"
+
+
+def _step(checked: Checked) -> Iterator[tuple[str, str]]:
+    config, prompts = checked.config, checked.num_train_prompts
+    batch, n = config.data.train_batch_size, config.actor_rollout_ref.rollout.n
+    val = sum(facts.num_rows for facts in checked.val)
+    yield (
+        "data",
+        f"{prompts} training prompts, {val or 'no'} validation prompts; up to {config.data.max_prompt_length} prompt + "
+        f"{config.data.max_response_length} response tokens",
+    )
+    yield (
+        "step",
+        f"{batch} prompts × n {n} = {config.rows_per_step} responses; "
+        f"{math.ceil(config.rows_per_step / config.world_size)} a rank",
+    )
+    for role in ("actor", "critic") if checked.needs_critic else ("actor",):
+        yield f"{role} step", _update_text(update_plan(config, role))
+    total, limit = config.total_steps(prompts), config.trainer.total_training_steps
+    epoch = f"{config.steps_per_epoch(prompts)} steps an epoch ({prompts} // {batch})"
+    epochs = f"{epoch} × {config.trainer.total_epochs} epochs"
+    planned = epochs if limit is None else f"trainer.total_training_steps={limit}"
+    actor = update_plan(config, "actor")
+    yield "length", f"{planned} = {total} steps, {total * actor.updates * actor.passes} updates of the actor"
+
+
+def _update_text(plan: UpdatePlan) -> str:
+    micro = (
+        f"micro-batches up to {plan.token_budget} tokens"
+        if plan.micro_batches is None
+        else f"{plan.micro_batches} micro-batches"
+    )
+    passes = f"{plan.passes} passes × " if plan.passes > 1 else ""
+    updates = f"{passes}{plan.updates} updates of {plan.prompts} prompts = {plan.rows} responses"
+    return f"{updates}; {plan.rows_per_rank} a rank in {micro}"
+
+
+def _where(checked: Checked) -> Iterator[tuple[str, str]]:
+    config, trainer = checked.config, checked.config.trainer
+    rollout = config.actor_rollout_ref.rollout
+    tp = rollout.tensor_model_parallel_size
+    roles = ["actor", f"rollout ({rollout.name})"]
+    roles += ["reference"] if config.needs_reference else []
+    roles += ["critic"] if checked.needs_critic else []
+    reward = config.reward_model
+    roles += ["reward model"] if reward.enable and not reward.enable_resource_pool else []
+    ranks = f"{trainer.nnodes} nodes × {trainer.n_gpus_per_node} processes"
+    yield "where", f"{ranks}, device {trainer.device}, backend {trainer.backend}"
+    yield "where", f"on all of them in turns: {', '.join(roles)}"
+    yield "where", f"{config.world_size // tp} rollout engines of {tp} ranks"
+    if reward.enable and reward.enable_resource_pool:
+        yield "where", f"on a pool of its own, {reward.nnodes} × {reward.n_gpus_per_node} processes: reward model"
+
+
+def _memory(checked: Checked) -> Iterator[tuple[str, str]]:
+    plans = memory_plan(checked)
+    if not plans:
+        yield "memory", "not estimated: the model's size is not known"
+        return
+    for plan in plans:
+        parts = [f"weights {_size(plan.weights)}"]
+        if plan.optimizer:
+            parts += [f"gradients {_size(plan.gradients)}", f"optimizer {_size(plan.optimizer)}"]
+        away = f"; {plan.offloaded} leave the device between turns" if plan.offloaded else ""
+        yield "memory", f"{plan.role}: {_size(plan.total)} a rank ({', '.join(parts)}){away}"
+    share = checked.config.actor_rollout_ref.rollout.gpu_memory_utilization
+    yield (
+        "memory",
+        f"on top: activations and gathered layers; the engine's KV cache, within {share:.0%} of a GPU in all",
+    )
+
+
+def _output(checked: Checked) -> Iterator[tuple[str, str]]:
+    trainer = checked.config.trainer
+    every = {True: "every {} steps", False: "never"}
+    saves = every[trainer.save_freq > 0].format(trainer.save_freq)
+    tests = every[trainer.test_freq > 0].format(trainer.test_freq)
+    yield "output", f"{Path(trainer.default_local_dir)}; metrics to {', '.join(trainer.logger)}"
+    before = ", and before the first step" if trainer.val_before_train else ""
+    yield (
+        "output",
+        f"checkpoint {saves}; validation {tests}{before}; resume {trainer.resume_from_path or trainer.resume_mode}",
+    )
+
+
+def _count(number: int | None) -> str:
+    if number is None:
+        return "an unknown number of"
+    for unit, name in ((1e9, "B"), (1e6, "M"), (1e3, "K")):
+        if number >= unit:
+            return f"{number / unit:.3g}{name}"
+    return str(number)
+
+
+def _size(number: float) -> str:
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB")):
+        if number >= unit:
+            return f"{number / unit:.3g} {name}"
+    return f"{number / 2**10:.3g} KiB"

@@ -1,0 +1,340 @@
+"""The checks of a run: `check` before anything starts, `check_launch` where it is about to start.
+
+The static checks need no network and look neither at hardware nor at installed engines, so that a run for a cluster can
+be checked on a laptop. They collect every fault; what is allowed but probably not meant is a warning.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import logging
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from ostinato.ppo.config import PpoConfig
+from ostinato.ppo.errors import ConfigError, LaunchError, Problem
+from ostinato.ppo.facts import DataFacts, ModelFacts, TokenizerFacts
+
+logger = logging.getLogger(__name__)
+
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+
+
+@dataclass
+class Checked:
+    """A configuration and what the checks found out about it.
+
+    Attributes:
+        config: the configuration; model paths lead to local folders.
+        problems: faults; empty where the run may start.
+        warnings: what is allowed but probably not meant.
+        models: role (`actor`, `critic`, `reward_model`) -> its model.
+        tokenizer: the actor's tokenizer.
+        train: the training files.
+        val: the validation files.
+    """
+
+    config: PpoConfig
+    problems: list[Problem] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    models: dict[str, ModelFacts] = field(default_factory=dict)
+    tokenizer: TokenizerFacts | None = None
+    train: list[DataFacts] = field(default_factory=list)
+    val: list[DataFacts] = field(default_factory=list)
+
+    def refuse(self, key: str, text: str, *also: str) -> None:
+        """Note a fault of `key`, in which the keys `also` have a part."""
+        self.problems.append(Problem(key, text, also))
+
+    def warn(self, key: str, text: str) -> None:
+        """Note what is allowed but probably not meant."""
+        self.warnings.append(f"{key}: {text}")
+
+    @property
+    def num_train_prompts(self) -> int:
+        """Training prompts, before overlong ones are filtered out."""
+        rows, limit = sum(file.num_rows for file in self.train), self.config.data.train_max_samples
+        return rows if limit < 0 else min(rows, limit)
+
+    @property
+    def estimator(self) -> Callable[..., Any] | None:
+        """The advantage estimator, or None where its name is not known."""
+        from ostinato.algos import adv_estimators, get_adv_estimator
+
+        name = self.config.algorithm.adv_estimator
+        return get_adv_estimator(name) if name in adv_estimators() else None
+
+    @property
+    def needs_critic(self) -> bool:
+        """As the configuration says; False where the estimator is not known."""
+        return self.estimator is not None and self.config.needs_critic
+
+
+def check(config: PpoConfig) -> Checked:
+    """Run the static checks, log warnings, refuse faults.
+
+    Raises:
+        ConfigError: all faults at once.
+    """
+    checked = examine(config)
+    if checked.problems:
+        raise ConfigError(checked.problems)
+    for warning in checked.warnings:
+        logger.warning(warning)
+    return checked
+
+
+def examine(config: PpoConfig) -> Checked:
+    """Run the static checks; faults and warnings are on the result, nothing is logged or raised."""
+    from ostinato.ppo import preflight_files as files
+
+    checked = Checked(config)
+    for look_at in (_algorithm, _policy_loss, _kl, _batches, _parallel, _validation):
+        look_at(checked)
+    for look_at in (files.data, files.models, files.reward_function, files.run_folder):
+        look_at(checked)
+    for look_at in (_heads, _lengths):  # these need the model's own numbers
+        look_at(checked)
+    return checked
+
+
+def one_of(name: object, known: Iterable[str]) -> str:
+    """The text for a name that is not among the known ones, with the nearest."""
+    known = list(known)
+    near = difflib.get_close_matches(str(name), known, n=1)
+    hint = f" (did you mean {near[0]}?)" if near else ""
+    return f"expected one of {', '.join(known)}, got {name!r}{hint}"
+
+
+def _algorithm(checked: Checked) -> None:
+    from ostinato.algos import adv_estimators
+
+    algorithm, n = checked.config.algorithm, checked.config.actor_rollout_ref.rollout.n
+    key, name = "algorithm.adv_estimator", algorithm.adv_estimator
+    if checked.estimator is None:
+        checked.refuse(key, one_of(name, adv_estimators()))
+        return
+    wanted = inspect.signature(checked.estimator).parameters
+    if "groups" in wanted and n == 1:
+        checked.refuse(
+            f"{ROLLOUT}.n",
+            f"{key}={name} compares the answers to one prompt with each other, and n=1 gives one answer: every "
+            "advantage would be 0. Set n to 2 or more (8 is usual), or take an estimator without groups",
+            key,
+        )
+    if "reward_scores" in wanted:
+        keys, weights = algorithm.gdpo_reward_keys, algorithm.gdpo_reward_weights
+        if not keys:
+            checked.refuse("algorithm.gdpo_reward_keys", f"{key}={name} needs the reward function's result keys", key)
+        if weights and len(weights) != len(keys):
+            checked.refuse(
+                "algorithm.gdpo_reward_weights",
+                f"expected one weight a key or none, got {len(weights)} weights for {len(keys)} keys",
+                "algorithm.gdpo_reward_keys",
+            )
+
+
+def _policy_loss(checked: Checked) -> None:
+    from ostinato.algos import get_policy_loss, policy_losses
+
+    loss = checked.config.actor_rollout_ref.actor.policy_loss
+    key = f"{ACTOR}.policy_loss"
+    if loss.loss_mode not in policy_losses():
+        checked.refuse(f"{key}.loss_mode", one_of(loss.loss_mode, policy_losses()))
+        return
+    parameters = inspect.signature(get_policy_loss(loss.loss_mode)).parameters.values()
+    known = [entry.name for entry in parameters if entry.kind is inspect.Parameter.KEYWORD_ONLY]
+    for name in loss.loss_kwargs:
+        if name not in known:
+            checked.refuse(
+                f"{key}.loss_kwargs.{name}", f"{loss.loss_mode} takes no such keyword; {one_of(name, known)}"
+            )
+
+
+def _kl(checked: Checked) -> None:
+    from ostinato.algos.kl import KL_KINDS
+
+    algorithm, actor = checked.config.algorithm, checked.config.actor_rollout_ref.actor
+    kinds = [kind for kind in KL_KINDS if kind != "full"]
+    if algorithm.kl_penalty == "full":
+        checked.refuse(
+            "algorithm.kl_penalty", "full needs both models' logits; here are log-probabilities of sampled tokens"
+        )
+    elif algorithm.kl_penalty not in kinds:
+        checked.refuse("algorithm.kl_penalty", one_of(algorithm.kl_penalty, kinds))
+    if algorithm.use_kl_in_reward and actor.use_kl_loss:
+        checked.warn(
+            "algorithm.use_kl_in_reward",
+            f"BOTH KL TERMS ARE ON: algorithm.use_kl_in_reward=True subtracts KL from the reward "
+            f"(kl_coef={algorithm.kl_ctrl.kl_coef}) and {ACTOR}.use_kl_loss=True adds it to the loss "
+            f"(kl_loss_coef={actor.kl_loss_coef}), so it counts twice. Switch one of them off unless you mean it",
+        )
+
+
+def _roles(checked: Checked) -> Iterator[tuple[str, int]]:
+    """The trained roles and their mini-batch sizes in prompts."""
+    yield ACTOR, checked.config.actor_rollout_ref.actor.ppo_mini_batch_size
+    if checked.needs_critic:
+        yield "critic", checked.config.critic_mini_batch_size
+
+
+def _batches(checked: Checked) -> None:
+    config = checked.config
+    prompts, n, ranks = config.data.train_batch_size, config.actor_rollout_ref.rollout.n, config.world_size
+    for role, asked in _roles(checked):
+        key, mini = f"{role}.ppo_mini_batch_size", min(asked, prompts)
+        if asked > prompts:
+            checked.warn(
+                key,
+                f"{asked} prompts are more than data.train_batch_size={prompts} prompts; clamped to {prompts}: one "
+                "update a step",
+            )
+        if mini * n < ranks:
+            checked.refuse(
+                key,
+                f"{mini} prompts × {ROLLOUT}.n={n} = {mini * n} rows a mini-batch; {mini * n} rows // {ranks} ranks "
+                f"(trainer.n_gpus_per_node={config.trainer.n_gpus_per_node} × trainer.nnodes={config.trainer.nnodes}) "
+                f"= 0 rows a rank. Set it to {math.ceil(ranks / n)} or more"
+                + (", and data.train_batch_size with it" if asked > prompts or prompts * n < ranks else ""),
+                "data.train_batch_size",
+                f"{ROLLOUT}.n",
+                "trainer.n_gpus_per_node",
+            )
+        elif prompts % mini:
+            updates = prompts // mini
+            checked.warn(
+                key,
+                f"data.train_batch_size={prompts} prompts are no multiple of {mini} prompts: {prompts} // {mini} = "
+                f"{updates} updates of about {prompts / updates:.1f} prompts each",
+            )
+
+
+def _parallel(checked: Checked) -> None:
+    config = checked.config
+    world, rollout, trainer = config.world_size, config.actor_rollout_ref.rollout, config.trainer
+    shape = f"trainer.n_gpus_per_node={trainer.n_gpus_per_node} × trainer.nnodes={trainer.nnodes} = {world} ranks"
+    tp, key = rollout.tensor_model_parallel_size, f"{ROLLOUT}.tensor_model_parallel_size"
+    if world % tp:
+        checked.refuse(key, f"{tp} does not divide the ranks: {shape}", "trainer.n_gpus_per_node", "trainer.nnodes")
+    elif trainer.n_gpus_per_node % tp:
+        checked.warn(key, f"an engine of {tp} ranks spans nodes ({trainer.n_gpus_per_node} a node), which is slow")
+    hybrid = config.actor_rollout_ref
+    layouts = [(ACTOR, hybrid.actor.fsdp_config, world)]
+    if config.needs_reference:
+        layouts.append(("actor_rollout_ref.ref", hybrid.ref.fsdp_config, world))
+    if checked.needs_critic:
+        layouts.append(("critic", config.critic.fsdp_config, world))
+    reward = config.reward_model
+    if reward.enable:
+        own = reward.n_gpus_per_node * reward.nnodes if reward.enable_resource_pool else world
+        layouts.append(("reward_model", reward.fsdp_config, own))
+    for role, layout, ranks in layouts:
+        if layout.fsdp_size > 0 and ranks % layout.fsdp_size:
+            checked.refuse(f"{role}.fsdp_config.fsdp_size", f"{layout.fsdp_size} does not divide {ranks} ranks")
+    if trainer.backend == "local" and (world > 1 or (reward.enable and reward.enable_resource_pool)):
+        checked.refuse(
+            "trainer.backend",
+            f"local runs everything in one process, and {shape}{' plus a pool of its own' if world == 1 else ''} were "
+            "asked for. Use trainer.backend=ray",
+            "trainer.n_gpus_per_node",
+        )
+
+
+def _validation(checked: Checked) -> None:
+    trainer = checked.config.trainer
+    asking = [name for name in ("val_before_train", "val_only") if getattr(trainer, name)]
+    asking += ["test_freq"] if trainer.test_freq > 0 else []
+    if asking and not checked.config.data.val_files:
+        checked.refuse("data.val_files", f"no file is given, and trainer.{asking[0]} asks for validation", *asking)
+
+
+def _heads(checked: Checked) -> None:
+    tp, actor = checked.config.actor_rollout_ref.rollout.tensor_model_parallel_size, checked.models.get("actor")
+    if actor is None or tp == 1 or not actor.num_heads:
+        return
+    key, kv_heads = f"{ROLLOUT}.tensor_model_parallel_size", actor.num_kv_heads or actor.num_heads
+    if actor.num_heads % tp:
+        checked.refuse(key, f"{tp} does not divide the {actor.num_heads} attention heads of {actor.folder}")
+    elif kv_heads % tp and tp % kv_heads:
+        checked.refuse(
+            key, f"{tp} neither divides nor is a multiple of the {kv_heads} key/value heads of {actor.folder}"
+        )
+
+
+def _lengths(checked: Checked) -> None:
+    config = checked.config
+    data, rollout = config.data, config.actor_rollout_ref.rollout
+    total = data.max_prompt_length + data.max_response_length
+    prompt, response = data.max_prompt_length, data.max_response_length
+    text = f"data.max_prompt_length={prompt} + data.max_response_length={response} = {total}"
+    for width, source in (("prompt_length", "max_prompt_length"), ("response_length", "max_response_length")):
+        if getattr(rollout, width) != getattr(data, source):
+            differs = f"{getattr(rollout, width)} differs from data.{source}={getattr(data, source)}"
+            checked.refuse(f"{ROLLOUT}.{width}", f"{differs}; leave it out, it follows that", f"data.{source}")
+    for role, model in checked.models.items():
+        if model.max_positions is not None and total > model.max_positions:
+            checked.refuse(
+                "data.max_response_length",
+                f"{text} tokens, but the {role}'s model {model.folder} has {model.max_positions} positions",
+                "data.max_prompt_length",
+            )
+    if rollout.max_model_len is not None and rollout.max_model_len < total:
+        checked.warn(f"{ROLLOUT}.max_model_len", f"{rollout.max_model_len} tokens cut responses short: {text}")
+    budget = config.actor_rollout_ref.actor.update_limit.max_tokens
+    if budget is not None and budget < total:
+        checked.warn(
+            f"{ACTOR}.ppo_max_token_len_per_gpu", f"{budget} tokens are less than one full row ({text}); it runs alone"
+        )
+
+
+def check_launch(config: PpoConfig) -> None:
+    """Refuse what this machine cannot run; called where the run is about to start, with `trainer.device` settled.
+
+    Args:
+        config: a configuration that passed `check`.
+
+    Raises:
+        LaunchError: GPUs are missing, or an engine or a tracker is not installed; the text lists all of it.
+    """
+    lacks = [*_missing_gpus(config), *_missing_software(config)]
+    if lacks:
+        raise LaunchError("this machine cannot run it:\n" + "\n".join(f"  {lack}" for lack in lacks))
+
+
+def _missing_gpus(config: PpoConfig) -> Iterator[str]:
+    import os
+
+    import torch
+
+    trainer = config.trainer
+    if trainer.device != "cuda" or (trainer.backend == "ray" and os.environ.get("RAY_ADDRESS")):
+        return  # on a cluster the GPUs are counted where the worker groups are placed
+    found = torch.cuda.device_count()
+    if trainer.nnodes == 1 and found < trainer.n_gpus_per_node:
+        yield (
+            f"trainer.n_gpus_per_node={trainer.n_gpus_per_node} GPUs were asked for and {found} found. Lower it, set "
+            "trainer.device=cpu, or set RAY_ADDRESS to a cluster that has them"
+        )
+
+
+def _missing_software(config: PpoConfig) -> Iterator[str]:
+    import importlib.util
+
+    from ostinato.ppo.placement import ENGINES
+    from ostinato.rollout import RolloutError, check_installed
+
+    try:
+        check_installed(config.actor_rollout_ref.rollout.name)
+    except RolloutError as error:
+        yield str(error)
+    sections = {ACTOR: config.actor_rollout_ref.actor, "critic": config.critic, "reward_model": config.reward_model}
+    for role, section in sections.items():
+        used = role == ACTOR or (role == "critic" and config.needs_critic) or getattr(section, "enable", False)
+        if used and section.strategy not in ENGINES:
+            yield f"{role}.strategy={section.strategy}: this version has no such engine; it has {', '.join(ENGINES)}"
+    for name in config.trainer.logger:
+        if name in ("wandb", "mlflow", "tensorboard") and importlib.util.find_spec(name) is None:
+            yield f"trainer.logger={name}: not installed; pip install {name}"

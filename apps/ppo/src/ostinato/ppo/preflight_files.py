@@ -1,0 +1,227 @@
+"""The static checks that look at files: data, models, the reward function, the run folder."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ostinato.ppo.facts import DataFacts, ModelFacts, Unreadable, model_folder, read_data, read_model, read_tokenizer
+
+if TYPE_CHECKING:
+    from ostinato.ppo.preflight import Checked
+    from ostinato.workers.core.config import ModelConfig
+
+KNOWN_LOGGERS = ("console", "tensorboard", "wandb", "mlflow", "jsonl")
+
+
+def data(checked: Checked) -> None:
+    """Data files: there, parquet, with the columns, not empty, and enough for one step."""
+    section = checked.config.data
+    if not section.train_files:
+        checked.refuse("data.train_files", "not set; give a parquet file, data.train_files=FILE, or a list [a,b]")
+    checked.train = _read_files(checked, "data.train_files", section.train_files)
+    checked.val = _read_files(checked, "data.val_files", section.val_files)
+    prompts, batch = checked.num_train_prompts, section.train_batch_size
+    if len(checked.train) == len(section.train_files) and 0 < prompts < batch:
+        checked.refuse(
+            "data.train_batch_size",
+            f"{prompts} prompts in data.train_files // {batch} prompts a step = 0 steps an epoch; set it to "
+            f"{prompts} or less",
+            "data.train_files",
+            "data.train_max_samples",
+        )
+
+
+def _read_files(checked: Checked, key: str, paths: list[str]) -> list[DataFacts]:
+    found = []
+    for path in paths:
+        try:
+            facts = read_data(path, checked.config.data.prompt_key)
+        except Unreadable as error:
+            checked.refuse(key, str(error))
+            continue
+        if _usable(checked, key, path, facts):
+            found.append(facts)
+    return found
+
+
+def _usable(checked: Checked, key: str, path: str, facts: DataFacts) -> bool:
+    """Note what a file lacks; True where it lacks nothing."""
+    before, config = len(checked.problems), checked.config
+    has = f"it has {', '.join(facts.columns)}"
+    if facts.num_rows == 0:
+        checked.refuse(key, f"{path} has no rows")
+    if facts.prompt_kind == "missing":
+        checked.refuse("data.prompt_key", f"{path} has no column {config.data.prompt_key!r}; {has}", key)
+    elif facts.prompt_kind == "other":
+        checked.refuse(
+            "data.prompt_key",
+            f"column {config.data.prompt_key!r} of {path} holds neither chat messages (role, content) nor text",
+            key,
+        )
+    if config.reward_model.enable:
+        return len(checked.problems) == before
+    if "reward_model" not in facts.columns:
+        checked.refuse(key, f"{path} has no column 'reward_model' (a mapping with 'ground_truth'); {has}")
+    if "data_source" not in facts.columns:
+        checked.refuse(key, f"{path} has no column 'data_source', which chooses the reward function; {has}")
+    elif config.custom_reward_function.path is None:
+        _known_sources(checked, key, path, facts)
+    return len(checked.problems) == before
+
+
+def _known_sources(checked: Checked, key: str, path: str, facts: DataFacts) -> None:
+    from ostinato.ppo.rewards import known_data_sources
+
+    unknown = [source for source in facts.data_sources if source not in known_data_sources()]
+    if unknown:
+        checked.refuse(
+            key,
+            f"{path} has rows of data_source {unknown[0]!r}, for which there is no reward function; known: "
+            f"{', '.join(known_data_sources())}. Give your own as custom_reward_function.path",
+            "custom_reward_function.path",
+        )
+
+
+def models(checked: Checked) -> None:
+    """Model folders, the actor's tokenizer, and paths that lead to them; resolves `checked.config`'s model paths."""
+    config = checked.config
+    hybrid, critic, reward = config.actor_rollout_ref, config.critic, config.reward_model
+    policy = _model(checked, "actor", "actor_rollout_ref.model", hybrid.model)
+    if policy is not None:
+        _tokenizer(checked, policy)
+        hybrid = replace(hybrid, model=policy)
+    if checked.needs_critic:
+        critic = replace(critic, model=_model(checked, "critic", "critic.model", critic.model) or critic.model)
+    if reward.enable:
+        reward = replace(
+            reward, model=_model(checked, "reward_model", "reward_model.model", reward.model) or reward.model
+        )
+    checked.config = replace(config, actor_rollout_ref=hybrid, critic=critic, reward_model=reward)
+
+
+def _model(checked: Checked, role: str, key: str, model: ModelConfig) -> ModelConfig | None:
+    """A role's model with local paths, or None where there is a fault."""
+    if not model.path:
+        checked.refuse(f"{key}.path", "not set; give a Hugging Face model folder, or the name of a cached model")
+        return None
+    if any(problem.key == "actor_rollout_ref.model.path" for problem in checked.problems) and (
+        model.path == checked.config.actor_rollout_ref.model.path
+    ):
+        return None  # the same folder's fault is told once
+    try:
+        facts = read_model(model.path, model.override_config)
+        tokenizer = str(model_folder(model.tokenizer_path)) if model.tokenizer_path else None
+    except Unreadable as error:
+        checked.refuse(f"{key}.path", str(error))
+        return None
+    _weights(checked, f"{key}.path", facts)
+    checked.models[role] = facts
+    return replace(model, path=str(facts.folder), tokenizer_path=tokenizer)
+
+
+def _weights(checked: Checked, key: str, facts: ModelFacts) -> None:
+    if not facts.has_weights:
+        checked.warn(key, f"{facts.folder} has no weight files; the run will stop where the model is loaded")
+
+
+def _tokenizer(checked: Checked, model: ModelConfig) -> None:
+    key = "actor_rollout_ref.model." + ("tokenizer_path" if model.tokenizer_path else "path")
+    try:
+        tokenizer = read_tokenizer(model.resolved_tokenizer_path)
+    except Unreadable as error:
+        checked.refuse(key, str(error))
+        return
+    checked.tokenizer = tokenizer
+    chats = [facts for facts in (*checked.train, *checked.val) if facts.prompt_kind == "chat"]
+    if chats and not tokenizer.has_chat_template:
+        checked.refuse(
+            key,
+            f"column {checked.config.data.prompt_key!r} of the data holds chat messages, but the tokenizer of "
+            f"{model.resolved_tokenizer_path} has no chat template (a base model?). Take the instruct model, give a "
+            "tokenizer that has one (actor_rollout_ref.model.tokenizer_path), or prepare the prompts as plain text",
+            "data.prompt_key",
+        )
+    if tokenizer.pad_token is None and tokenizer.eos_token is None:
+        checked.refuse(
+            key, f"the tokenizer of {model.resolved_tokenizer_path} has neither a pad_token nor an eos_token"
+        )
+    elif tokenizer.pad_token is None:
+        checked.warn(key, f"no pad_token; padding uses the eos_token {tokenizer.eos_token!r} (masks come from lengths)")
+
+
+def reward_function(checked: Checked) -> None:
+    """The user's reward function: the file is there, imports, has the function, and it can be called as it will be."""
+    from ostinato.ppo.rewards.custom import check_source, load_function
+    from ostinato.ppo.rewards.errors import ScorerError
+    from ostinato.ppo.rewards.recipe import Recipe
+
+    section = checked.config.custom_reward_function
+    key = "custom_reward_function.path"
+    try:
+        if section.path is None:
+            Recipe(kwargs=section.reward_kwargs).check()
+            return
+        check_source(section.path, section.name)
+        load_function(section.path, section.name, section.reward_kwargs)
+    except ScorerError as error:
+        text = str(error)
+        named = next(
+            (name for name in ("path", "name", "reward_kwargs") if text.startswith(f"{_REWARD}.{name}: ")), None
+        )
+        checked.refuse(f"{_REWARD}.{named}" if named else key, text.partition(": ")[2])
+    except Exception as error:  # the user's file may raise anything when it is imported
+        checked.refuse(key, f"{section.path} cannot be imported: {type(error).__name__}: {error}")
+
+
+_REWARD = "custom_reward_function"
+
+
+def run_folder(checked: Checked) -> None:
+    """Trackers known, the checkpoint to resume from there, the run folder not another model's."""
+    trainer = checked.config.trainer
+    for name in trainer.logger:
+        if name not in KNOWN_LOGGERS:
+            checked.refuse("trainer.logger", f"expected some of {', '.join(KNOWN_LOGGERS)}, got {name!r}")
+    if trainer.resume_mode == "resume_path":
+        _resume_path(checked, trainer.resume_from_path)
+    elif trainer.resume_from_path is not None:
+        checked.warn("trainer.resume_from_path", f"has no effect with trainer.resume_mode={trainer.resume_mode}")
+    folder, actor = Path(trainer.default_local_dir), checked.models.get("actor")
+    if folder.exists() and not folder.is_dir():
+        checked.refuse("trainer.default_local_dir", f"{folder} is a file")
+    elif (folder / "run.json").exists() and actor is not None:
+        _same_model(checked, folder, actor)
+
+
+def _resume_path(checked: Checked, path: str | None) -> None:
+    from ostinato.ppo.checkpoint import MARKER
+
+    key = "trainer.resume_from_path"
+    if not path:
+        checked.refuse(key, "not set, and trainer.resume_mode=resume_path needs it", "trainer.resume_mode")
+    elif not Path(path).is_dir():
+        checked.refuse(key, f"there is no folder {path}")
+    elif not (Path(path) / MARKER).exists():
+        checked.refuse(
+            key, f"{path} is no whole checkpoint: expected a global_step_N folder with a file {MARKER} in it"
+        )
+
+
+def _same_model(checked: Checked, folder: Path, actor: ModelFacts) -> None:
+    from ostinato.ppo.checkpoint import complete_steps, model_fingerprint
+
+    try:
+        known: Any = json.loads((folder / "run.json").read_text())["model"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        checked.refuse("trainer.default_local_dir", f"{folder / 'run.json'} cannot be read: {error!r}")
+        return
+    if complete_steps(folder) and known != model_fingerprint(actor.folder):
+        checked.refuse(
+            "trainer.default_local_dir",
+            f"{folder} holds checkpoints of another model ({known.get('architectures')}); this run's is "
+            f"{actor.folder} ({actor.architecture}). Give this run a folder of its own (trainer.experiment_name)",
+            "trainer.experiment_name",
+        )
