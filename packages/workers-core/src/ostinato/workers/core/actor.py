@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -216,15 +217,18 @@ class ActorRolloutRefWorker(Worker):
         dp_rank, tp_rank = divmod(self.rank, size)
         place = Coordinates(dp_rank, self.world_size // size, answers=tp_rank == 0, tp_rank=tp_rank)
         self.register_mesh("rollout", place)
-        device = self._actor.engine.device if self._actor else self.context.device_type
-        return build_rollout(
-            config,
+        alone = self._actor is None
+        rollout = build_rollout(
+            replace(config, load_format="auto") if alone else config,
             model_path=self.config.model.path,
-            device=device,
+            device=self._actor.engine.device if self._actor else self.context.device_type,
             dp_rank=place.dp_rank,
             dp_size=place.dp_size,
-            tokenizer=None,
         )
+        if alone:
+            rollout.wake("weights")
+            rollout.wake("kv_cache")
+        return rollout
 
     def _score(self, part: Residency, batch: DataProto, limit: BatchLimit, *, entropy: bool) -> Outputs | None:
         def read(outputs: TokenOutputs) -> Outputs:

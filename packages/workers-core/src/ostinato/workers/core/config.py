@@ -125,7 +125,7 @@ class ActorConfig(EngineChoice):
         clip_ratio: PPO's epsilon on both sides, unless one of the next two is given.
         clip_ratio_low: epsilon below 1.
         clip_ratio_high: epsilon above 1.
-        clip_ratio_c: dual-clip constant, at least 1.
+        clip_ratio_c: dual-clip constant, above 1.
         loss_agg_mode: how per-token losses become one number.
         loss_scale_factor: divisor of `seq-mean-token-sum-norm`; None: the response width.
         entropy_coeff: weight of the entropy bonus.
@@ -164,9 +164,9 @@ class ActorConfig(EngineChoice):
         require(self.clip_low >= 0, f"{key}.clip_ratio_low", "at least 0", self.clip_low)
         require(self.clip_high >= 0, f"{key}.clip_ratio_high", "at least 0", self.clip_high)
         require(
-            self.clip_ratio_c >= 1,
+            self.clip_ratio_c > 1,
             f"{key}.clip_ratio_c",
-            "at least 1 (below it the dual clip would cut the loss of a ratio of 1)",
+            "a number above 1 (at or below it the dual clip cuts into ratios that have not moved)",
             self.clip_ratio_c,
         )
         require(self.kl_loss_coef >= 0, f"{key}.kl_loss_coef", "at least 0", self.kl_loss_coef)

@@ -26,7 +26,7 @@ def export_hf(source: WeightSource, model: ModelConfig, path: Path, *, head: str
         source: the weights; streaming them is collective, so every rank calls this.
         model: gives config, tokenizer and generation config.
         path: the folder to make.
-        head: `lm` (causal language model) or `value` (token classification with one output).
+        head: `lm` (causal language model) or `value` (sequence classification with one output).
         writes: whether this rank keeps the weights and writes; exactly one does, and needs host memory for all of them.
 
     Raises:
@@ -54,6 +54,7 @@ def _write(weights: dict[str, torch.Tensor], model: ModelConfig, folder: Path, h
     from transformers import (
         AutoConfig,
         AutoModelForCausalLM,
+        AutoModelForSequenceClassification,
         AutoModelForTokenClassification,
         AutoTokenizer,
         GenerationConfig,
@@ -61,9 +62,11 @@ def _write(weights: dict[str, torch.Tensor], model: ModelConfig, folder: Path, h
 
     options: dict[str, Any] = {"trust_remote_code": model.trust_remote_code}
     config = AutoConfig.from_pretrained(model.path, **options, **dict(model.override_config))
+    factory: Any = AutoModelForCausalLM
     if head == "value":
         config.num_labels = 1
-    factory = AutoModelForCausalLM if head == "lm" else AutoModelForTokenClassification
+        # Only a token classifier's score has a bias.
+        factory = AutoModelForTokenClassification if "score.bias" in weights else AutoModelForSequenceClassification
     dtype = config.dtype or next(iter(weights.values())).dtype
     with torch.device("meta"):
         shell = factory.from_config(config, dtype=dtype, **options)

@@ -5,21 +5,18 @@ A closure aggregates once, with the mini-batch's global counts, and returns its 
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from ostinato.algos import aggregate, get_policy_loss, kl_penalty, value_loss
+from ostinato.algos import aggregate, get_policy_loss, keywords, kl_penalty, value_loss
 from ostinato.protocol import DataProto
 from ostinato.workers.core.config import ActorConfig, CriticConfig
 from ostinato.workers.core.engine import LossFn, TokenOutputs, TrainEngine
 from ostinato.workers.core.errors import BatchError, ConfigError
 from ostinato.workers.core.microbatch import PackedRows
 from ostinato.workers.core.update import Counts, MicroStats
-
-_POSITIONAL = ("log_probs", "old_log_probs", "advantages", "response_mask")
 
 
 class ActorObjective:
@@ -126,8 +123,7 @@ def policy_loss_arguments(policy_loss: Callable[..., Any], config: ActorConfig) 
     """
     key = "actor_rollout_ref.actor.policy_loss.loss_kwargs"
     mode = config.policy_loss.loss_mode
-    signature = inspect.signature(policy_loss).parameters
-    named = [name for name in signature if name not in (*_POSITIONAL, "weights")]
+    named = {name: needed for name, needed in keywords(policy_loss).items() if name != "weights"}
     known: dict[str, Any] = {
         "clip_ratio_low": config.clip_low,
         "clip_ratio_high": config.clip_high,
@@ -136,9 +132,9 @@ def policy_loss_arguments(policy_loss: Callable[..., Any], config: ActorConfig) 
     given = dict(config.policy_loss.loss_kwargs)
     foreign = [name for name in given if name not in named]
     if foreign:
-        raise ConfigError(f"{key}: policy loss '{mode}' has no {foreign}; it takes {named}")
+        raise ConfigError(f"{key}: policy loss '{mode}' has no {foreign}; it takes {list(named)}")
     arguments = {name: value for name, value in (known | given).items() if name in named}
-    missing = [name for name in named if name not in arguments and signature[name].default is inspect.Parameter.empty]
+    missing = [name for name, needed in named.items() if needed and name not in arguments]
     if missing:
         raise ConfigError(f"{key}: policy loss '{mode}' needs {missing}; give them there")
     return arguments

@@ -184,8 +184,8 @@ def micro_batches(
         lengths = valid_lengths(batch).tolist()
         groups = token_budget_micro_batches(lengths, max_tokens) if lengths else []
         count = largest_over_ranks(len(groups), reduce)
-        if len(groups) < min(count, len(lengths)):
-            groups = token_budget_micro_batches(lengths, max_tokens, min_count=min(count, len(lengths)))
+        if len(groups) < count:
+            groups = token_budget_micro_batches(lengths, max_tokens, min_count=count)
     return groups + [[] for _ in range(count - len(groups))]
 
 

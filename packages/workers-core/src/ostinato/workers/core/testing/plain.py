@@ -71,19 +71,22 @@ class PlainEngine:
         self.calls: list[str] = []
 
     def build(self) -> None:
-        """Load the folder in float32."""
-        from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
+        """Load the folder in float32; a value head that the folder lacks starts near 0."""
+        from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+        path = self.model_config.path
         options: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager"}
         options |= dict(self.model_config.override_config)
         if self.head == "lm":
-            self.model = AutoModelForCausalLM.from_pretrained(self.model_config.path, **options)
+            self.model = AutoModelForCausalLM.from_pretrained(path, **options)
         else:
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(0)  # a new value head must be the same on every rank
-                self.model = AutoModelForTokenClassification.from_pretrained(
-                    self.model_config.path, num_labels=1, **options
-                )
+            self.model, report = AutoModelForSequenceClassification.from_pretrained(
+                path, num_labels=1, output_loading_info=True, **options
+            )
+            if "score.weight" in report["missing_keys"]:
+                generator = torch.Generator().manual_seed(0)
+                with torch.no_grad():
+                    self.model.score.weight.normal_(0.0, 1e-3, generator=generator)
         self.model.eval()
         self.model.requires_grad_(self.trainable)
         self.optimizer = None
@@ -197,20 +200,22 @@ class PlainEngine:
             raise RuntimeError(f"PlainEngine: {missing} is offloaded; the phase must bring it back first")
 
     def _outputs(self, packed: PackedRows, entropy: bool) -> TokenOutputs:
-        bounds = packed.cu_seqlens.tolist()
-        logits = []
-        for start, end in pairwise(bounds):
-            if end > start:
-                ids = packed.input_ids[start:end][None]
-                logits.append(self.model(input_ids=ids, use_cache=False).logits[0])
+        read = [self._row(packed.input_ids[start:end]) for start, end in pairwise(packed.cu_seqlens.tolist())]
         width = 1 if self.head == "value" else self.model.config.vocab_size
-        read = torch.cat(logits)[packed.predict] if logits else torch.zeros(0, width)
+        chosen = torch.cat([torch.zeros(0, width), *read])[packed.predict]
         if self.head == "value":
-            return TokenOutputs(values=read[:, 0].float())
+            return TokenOutputs(values=chosen[:, 0])
         return TokenOutputs(
-            log_probs=token_log_probs(read, packed.labels, packed.temperature),
-            entropy=token_entropy(read, packed.temperature) if entropy else None,
+            log_probs=token_log_probs(chosen, packed.labels, packed.temperature),
+            entropy=token_entropy(chosen, packed.temperature) if entropy else None,
         )
+
+    def _row(self, input_ids: torch.Tensor) -> torch.Tensor:
+        if not len(input_ids):
+            return torch.zeros(0, 1 if self.head == "value" else self.model.config.vocab_size)
+        if self.head == "lm":
+            return self.model(input_ids=input_ids[None], use_cache=False).logits[0]
+        return self.model.score(self.model.base_model(input_ids=input_ids[None], use_cache=False).last_hidden_state[0])
 
 
 class PlainWeights:
