@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -70,7 +70,7 @@ def _finish_head(module: nn.Module, config: PretrainedConfig) -> None:
         if isinstance(child, nn.Dropout):
             child.p = 0.0
         elif isinstance(getattr(child, "attention_dropout", None), float):
-            child.attention_dropout = 0.0
+            setattr(child, "attention_dropout", 0.0)  # noqa: B010 (a plain number, which nn.Module's stub does not know)
 
 
 def make_meta_module(model: ModelConfig, config: PretrainedConfig, head: Head, dtype: torch.dtype) -> nn.Module:
@@ -160,7 +160,8 @@ def shard(module: nn.Module, mesh: DeviceMesh, device: torch.device, config: Fsd
     offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if config.offload_policy else OffloadPolicy()
     arguments: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "offload_policy": offload}
     classes = layer_classes(module, config.layer_names())
-    units = [child for child in module.modules() if type(child).__name__ in classes]
+    blocks = [child for child in module.modules() if type(child).__name__ in classes]
+    units = list(blocks)
     head = module.get_output_embeddings()  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
     embeddings = module.get_input_embeddings()  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
     if embeddings is not None and (head is None or head.weight is not embeddings.weight):
@@ -169,10 +170,9 @@ def shard(module: nn.Module, mesh: DeviceMesh, device: torch.device, config: Fsd
         fully_shard(unit, reshard_after_forward=config.reshard_after_forward, **arguments)
     fully_shard(module, reshard_after_forward=False, **arguments)
     if config.forward_prefetch:
-        blocks = [unit for unit in units if type(unit).__name__ in classes]
         for block, following in pairwise(blocks):
-            block.set_modules_to_forward_prefetch([following])
-    sharded = [*units, module]
+            cast(FSDPModule, block).set_modules_to_forward_prefetch([cast(FSDPModule, following)])
+    sharded = [cast(FSDPModule, unit) for unit in (*units, module)]
     for unit in sharded:
         # FSDP averages by default; ostinato's losses are divided by global counts, so gradients are sums. Without
         # forced sums a factor of 1 becomes a pre-multiplied reduction, which gloo lacks.

@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load as load_state_dict
+from torch.distributed.checkpoint.state_dict_saver import save as save_state_dict
 
 from ostinato.workers.fsdp.errors import CheckpointError
 
@@ -58,7 +59,7 @@ def save(
     }
     if optimizer is not None:
         state["optimizer"] = _optimizer_state(module, optimizer)
-    dcp.save(state, storage_writer=FileSystemWriter(path))
+    save_state_dict(state, storage_writer=FileSystemWriter(path))
 
 
 def load(
@@ -99,7 +100,7 @@ def load(
     if optimizer is not None:
         _match_optimizer(module, optimizer, saved)
         state["optimizer"] = _optimizer_state(module, optimizer)
-    dcp.load(state, storage_reader=FileSystemReader(path))
+    load_state_dict(state, storage_reader=FileSystemReader(path))
     for kind, value in state["random"][mine].items():
         torch.set_rng_state(value) if kind == "cpu" else torch.cuda.set_rng_state(value, device)
     return {name: int(value) for name, value in state["counters"].items()}

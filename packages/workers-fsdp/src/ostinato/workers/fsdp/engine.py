@@ -16,10 +16,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from ostinato.controller.topology import Coordinates
-from ostinato.workers.core.config import ModelConfig, OptimConfig
+from ostinato.workers.core.config import ModelConfig
 from ostinato.workers.core.engine import LossFn, OutputFn, StepStats, TokenOutputs
 from ostinato.workers.core.microbatch import PackedRows
-from ostinato.workers.core.optim import lr_factor
+from ostinato.workers.core.optim import OptimConfig, lr_factor
 from ostinato.workers.fsdp import checkpoint
 from ostinato.workers.fsdp.build import build_module
 from ostinato.workers.fsdp.config import FsdpConfig

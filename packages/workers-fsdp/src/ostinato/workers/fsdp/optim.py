@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ostinato.workers.core.config import OptimConfig
+from ostinato.workers.core.optim import OptimConfig
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -35,17 +35,17 @@ def gradient_norm(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup, 
     grads = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
     squares = torch.zeros((), dtype=torch.float64, device=device)
     if grads:
-        norms = torch._foreach_norm([grad.float() for grad in grads])
-        squares = torch.stack([norm.to(device=device, dtype=torch.float64) for norm in norms]).square().sum()
+        norms = [torch.linalg.vector_norm(grad, dtype=torch.float32) for grad in grads]
+        squares = torch.stack([norm.to(device) for norm in norms]).double().square().sum()
     dist.all_reduce(squares, group=group)
     return math.sqrt(squares.item()) if squares.item() >= 0 else math.nan
 
 
 def scale_gradients(parameters: Sequence[nn.Parameter], factor: float) -> None:
     """Multiply every gradient in place."""
-    grads = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
-    if grads:
-        torch._foreach_mul_(grads, factor)
+    for parameter in parameters:
+        if parameter.grad is not None:
+            local(parameter.grad).mul_(factor)
 
 
 def build_optimizer(parameters: Iterable[nn.Parameter], optim: OptimConfig, *, fused: bool) -> torch.optim.AdamW:

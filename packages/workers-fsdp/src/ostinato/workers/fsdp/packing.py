@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from ostinato.algos import token_entropy, token_log_probs
+from ostinato.algos import token_log_probs, token_log_probs_and_entropy
 from ostinato.workers.core.engine import TokenOutputs
 from ostinato.workers.core.microbatch import PackedRows
 
@@ -37,11 +37,12 @@ def token_outputs(
         it to a loss makes backward reach every parameter, whatever the loss reads.
     """
     logits = _padded_logits(module, packed) if padded else _packed_logits(module, packed, head)
-    zero = logits.float()[:0].sum()
+    zero = logits[:0].float().sum()
     if head == "value":
         return TokenOutputs(values=logits[:, 0].float()), zero
-    log_probs = token_log_probs(logits, packed.labels, packed.temperature)
-    entropies = token_entropy(logits, packed.temperature) if entropy else None
+    if not entropy:
+        return TokenOutputs(log_probs=token_log_probs(logits, packed.labels, packed.temperature)), zero
+    log_probs, entropies = token_log_probs_and_entropy(logits, packed.labels, packed.temperature)
     return TokenOutputs(log_probs=log_probs, entropy=entropies), zero
 
 

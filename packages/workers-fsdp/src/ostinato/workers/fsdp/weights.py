@@ -34,7 +34,7 @@ def gather(parameter: DTensor, device: torch.device, dtype: torch.dtype) -> torc
         device: Where the result lies.
         dtype: Type of the result, and of what travels.
     """
-    part = parameter.detach().to_local().to(device=device, dtype=dtype)
+    part = parameter.to_local().detach().to(device=device, dtype=dtype)
     cast_parameter = DTensor.from_local(
         part,
         parameter.device_mesh,

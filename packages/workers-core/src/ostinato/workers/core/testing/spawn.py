@@ -39,7 +39,7 @@ def spawn(
 ) -> list[T]:
     """Call `fn(*args)` in `world_size` processes with an initialised default process group.
 
-    Once a rank has failed, the others get a few seconds to end, because they may be waiting for it, and are then killed.
+    Once a rank has failed, the others get a few seconds to end (they may be waiting for it) and are then killed.
 
     Args:
         fn: Picklable by import path: a function of an importable module, or a `functools.partial` of one.
@@ -118,6 +118,7 @@ def _child() -> None:
     """Body of a spawned process; its arguments come on the command line."""
     import torch
     import torch.distributed as dist
+    from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage]
 
     name, rank, world_size, device_type, deadline = sys.argv[1:]
     folder = Path(name)
@@ -125,7 +126,7 @@ def _child() -> None:
         torch.cuda.set_device(int(rank))
     dist.init_process_group(
         "cuda:nccl,cpu:gloo" if device_type == "cuda" else "gloo",
-        store=dist.FileStore(str(folder / "store"), int(world_size)),
+        store=FileStore(str(folder / "store"), int(world_size)),
         rank=int(rank),
         world_size=int(world_size),
         timeout=timedelta(seconds=float(deadline)),

@@ -1,0 +1,65 @@
+"""What the spawned ranks of this wheel's tests run; importable, so that fresh processes find it."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ostinato.workers.core.testing import conformance
+from ostinato.workers.core.testing.oracle import MakeEngine
+from ostinato.workers.fsdp.config import FsdpConfig
+from ostinato.workers.fsdp.engine import FsdpEngine
+from ostinato.workers.fsdp.mesh import build_mesh, shard_group
+from ostinato.workers.fsdp.optim import gradient_norm, scale_gradients
+
+
+def fsdp(**config: object) -> MakeEngine:
+    """A picklable engine factory in float32 with entries of `FsdpConfig`."""
+    return partial(FsdpEngine, engine=FsdpConfig(**{"dtype": "fp32", **config}))  # pyright: ignore[reportArgumentType]
+
+
+def check_shard_norms(device: torch.device, fsdp_size: int) -> None:
+    """H-54, H-55: shards with norms 3 and 4 have norm 5 on every rank, replicas or not, and are clipped alike.
+
+    Needs `fsdp_size` 2 and a world of 2 (one copy) or 4 (two replicas of two shards).
+    """
+    mesh = build_mesh(device.type, fsdp_size)
+    group = shard_group(mesh)
+    mine = 3.0 + dist.get_rank(group)
+    parameter = nn.Parameter(torch.zeros(2, device=device))
+    parameter.grad = torch.tensor([mine, 0.0], device=device)
+    norm = gradient_norm([parameter, nn.Parameter(torch.zeros(1))], group, device)
+    assert norm == 5.0, f"expected 5, got {norm}"
+    scale_gradients([parameter], 1.0 / norm)
+    torch.testing.assert_close(parameter.grad, torch.tensor([mine / 5, 0.0], device=device))
+
+
+def two_ranks(workspace: Path, device_type: str = "cpu") -> list[str]:
+    """Everything that two ranks are asked to do; names of what passed."""
+    check_shard_norms(torch.device(device_type), 2)
+    passed = conformance.run_checks(fsdp(), workspace)
+    few = (conformance.check_parity, conformance.check_empty_micro_batches, conformance.check_weight_source)
+    variants = {
+        "replicas": {"fsdp_size": 1},
+        "kept": {"reshard_after_forward": False, "forward_prefetch": True},
+        "eager": {"defer_gradient_sync": False},
+        "eager_replicas": {"defer_gradient_sync": False, "fsdp_size": 1},
+        "host": {"offload_policy": True},
+    }
+    for name, config in variants.items():
+        passed += [f"{check}[{name}]" for check in conformance.run_checks(fsdp(**config), workspace, few)]
+    conformance.save_for_other_world(fsdp(), workspace)
+    return passed
+
+
+def four_ranks(workspace: Path, device_type: str = "cpu") -> list[str]:
+    """Two replicas of two shards, and a resume at twice the number of ranks."""
+    check_shard_norms(torch.device(device_type), 2)
+    checks = (conformance.check_parity, conformance.check_empty_micro_batches, conformance.check_save_load)
+    passed = conformance.run_checks(fsdp(fsdp_size=2), workspace, checks)
+    conformance.load_from_other_world(fsdp(fsdp_size=2), workspace)
+    return passed

@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+import pytest
+
+from ostinato.workers.core.testing.oracle import make_rows, start
+from ostinato.workers.fsdp.errors import CheckpointError
+from ostinato.workers.fsdp.testing import fsdp
+
+pytestmark = pytest.mark.usefixtures("process_group")
+
+
+def test_load_of_a_missing_or_cut_off_checkpoint_is_an_error(workspace, tmp_path):
+    driver = start(fsdp(), workspace / "lm")
+    with pytest.raises(CheckpointError, match="cut off"):
+        driver.engine.load(tmp_path / "nothing")
+    driver.engine.save(tmp_path / "whole")
+    (tmp_path / "whole" / ".metadata").unlink()
+    with pytest.raises(CheckpointError, match="cut off"):
+        driver.engine.load(tmp_path / "whole")
+
+
+def test_load_of_another_model_names_the_first_difference(workspace, tmp_path):
+    start(fsdp(), workspace / "lm").engine.save(tmp_path)
+    with pytest.raises(CheckpointError, match="another model"):
+        start(fsdp(), workspace / "tied").engine.load(tmp_path)
+
+
+def test_load_into_offloaded_engine_equals_load_on_device(workspace, tmp_path):
+    first = start(fsdp(), workspace / "lm")
+    first.train(make_rows(2, seed=1))
+    first.engine.save(tmp_path)
+    second = start(fsdp(), workspace / "lm")
+    second.engine.offload()
+    second.engine.load(tmp_path)
+    second.engine.onload()
+    assert second.train(make_rows(2, seed=2)) == first.train(make_rows(2, seed=2))
+
+
+def test_frozen_model_reads_a_trained_ones_checkpoint(workspace, tmp_path):
+    from ostinato.workers.core.config import ModelConfig
+    from ostinato.workers.core.testing.oracle import Driver, assert_same_weights
+
+    trained = start(fsdp(), workspace / "lm")
+    trained.train(make_rows(2, seed=1))
+    trained.engine.save(tmp_path)
+    frozen = fsdp()(head="lm", model=ModelConfig(path=str(workspace / "lm")), trainable=False)
+    frozen.build()
+    frozen.load(tmp_path)
+    assert_same_weights(Driver(frozen, "lm").state(), trained.state(), rtol=0)
+
+
+def test_skipped_steps_are_counted_and_kept(workspace, tmp_path):
+    driver = start(fsdp(), workspace / "lm")
+    packed = driver.packed(make_rows(2, seed=1), 2)
+    driver.engine.forward_backward(packed, lambda outputs, _: (outputs.log_probs.sum() * float("inf"), None))
+    assert driver.engine.optimizer_step().skipped
+    assert driver.engine.skipped_steps == 1
+    driver.engine.save(tmp_path)
+    other = start(fsdp(), workspace / "lm")
+    other.engine.load(tmp_path)
+    assert other.engine.skipped_steps == 1

@@ -1,0 +1,23 @@
+from __future__ import annotations
+
+import pytest
+
+from ostinato.workers.core.testing import conformance
+from ostinato.workers.core.testing.spawn import spawn
+from ostinato.workers.fsdp.testing import four_ranks, fsdp, two_ranks
+
+
+@pytest.mark.parametrize("check", conformance.CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.usefixtures("process_group")
+def test_fsdp_one_rank(check, workspace):
+    check(fsdp(), workspace)
+
+
+@pytest.mark.usefixtures("process_group")
+def test_fsdp_many_ranks(workspace):
+    """H-54, H-55, H-56, H-57, H-58, H-29, H-60 at two and four ranks; saved at two, resumed at one and at four."""
+    first, second = spawn(two_ranks, 2, workspace)
+    assert first == second
+    assert len(first) == len(conformance.CHECKS) + 15
+    conformance.load_from_other_world(fsdp(), workspace)
+    spawn(four_ranks, 4, workspace)
