@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -20,6 +21,9 @@ from ostinato.workers.core.optim import OptimConfig, lr_factor
 from ostinato.workers.core.testing.ranks import ThreadRanks
 
 T = TypeVar("T")
+
+_LOADING = threading.Lock()
+"""`from_pretrained` switches global state while it loads, so thread ranks load one after another."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +76,21 @@ class PlainEngine:
 
     def build(self) -> None:
         """Load the folder in float32; a value head that the folder lacks starts near 0."""
+        with _LOADING:
+            self._load()
+        self.model.eval()
+        self.model.requires_grad_(self.trainable)
+        self.optimizer = None
+        if self.trainable:
+            assert self.optim_config is not None, "a trainable engine needs an optimizer config"
+            self.optim_config.check_resolved()
+            optim = self.optim_config
+            self.optimizer = torch.optim.AdamW(
+                self.model.parameters(), lr=optim.lr, betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay
+            )
+        self.resident = {"params": True, "optimizer": True}
+
+    def _load(self) -> None:
         from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
         path = self.model_config.path
@@ -87,17 +106,6 @@ class PlainEngine:
                 generator = torch.Generator().manual_seed(0)
                 with torch.no_grad():
                     self.model.score.weight.normal_(0.0, 1e-3, generator=generator)
-        self.model.eval()
-        self.model.requires_grad_(self.trainable)
-        self.optimizer = None
-        if self.trainable:
-            assert self.optim_config is not None, "a trainable engine needs an optimizer config"
-            self.optim_config.check_resolved()
-            optim = self.optim_config
-            self.optimizer = torch.optim.AdamW(
-                self.model.parameters(), lr=optim.lr, betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay
-            )
-        self.resident = {"params": True, "optimizer": True}
 
     @property
     def coordinates(self) -> Coordinates:
