@@ -63,7 +63,7 @@ class EpochBatches(Sampler[list[tuple[int, int]]]):
             yield [(self.epoch, index) for index in order[start : start + self.batch_size]]
 
 
-def _as_it_is(batch: DataProto) -> DataProto:
+def _as_it_is(batch: Any) -> Any:
     return batch
 
 
