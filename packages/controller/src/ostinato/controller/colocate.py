@@ -5,11 +5,14 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Any
 
 from ostinato.controller.errors import PlacementError, WorkerDied, WorkerFailed
 from ostinato.controller.rendezvous import leave_process_group
 from ostinato.controller.worker import Worker, WorkerContext, WorkerSpec
+
+_MACHINERY = ("ostinato.controller.colocate", "ostinato.controller.worker", "ostinato.controller.ray.actor")
 
 
 class RoleHost:
@@ -80,7 +83,7 @@ def capture(error: BaseException, dumps: Callable[[Any], bytes], loads: Callable
 
     Whether it pickles is tried here, both ways: an exception with an `__init__` of its own often fails on the way back.
     """
-    text = "".join(traceback.format_exception(error))
+    text = "".join(traceback.format_exception(type(error), error, _own_frames(error.__traceback__)))
     if isinstance(error, SystemExit):
         return Failure(None, f"called sys.exit({error.code!r})", text, exits=True)
     reason = f"{type(error).__name__}: {error}".rstrip(": ")
@@ -91,6 +94,14 @@ def capture(error: BaseException, dumps: Callable[[Any], bytes], loads: Callable
     except Exception:
         whole = False
     return Failure(pickled if whole else None, reason, text)  # pyright: ignore[reportPossiblyUnboundVariable]
+
+
+def _own_frames(frames: TracebackType | None) -> TracebackType | None:
+    """Skip the frames of the machinery that leads to the worker's method; keep all if there is nothing else."""
+    inner = frames
+    while inner is not None and inner.tb_frame.f_globals.get("__name__") in _MACHINERY:
+        inner = inner.tb_next
+    return inner or frames
 
 
 def restore(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from ostinato.controller.errors import ProcessGroupMismatch
 
 if TYPE_CHECKING:
-    from torch.distributed import Store
+    from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
     from ostinato.controller.worker import WorkerContext
 
@@ -55,7 +55,7 @@ def make_store(context: WorkerContext, timeout: timedelta) -> Store:
     Raises:
         ProcessGroupMismatch: a larger world without a port.
     """
-    from torch.distributed import HashStore, TCPStore
+    from torch.distributed import HashStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
     if context.world_size == 1:
         return HashStore()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, Generic, ParamSpec, TypeVar
+from typing import Any, Generic, ParamSpec, TypeVar, cast
 
 from ostinato.controller.rendezvous import init_process_group
 from ostinato.controller.topology import Coordinates
@@ -150,7 +150,7 @@ class WorkerSpec(Generic[W]):
         """
         if not (isinstance(self.cls, type) and issubclass(self.cls, Worker)):
             raise TypeError(f"WorkerSpec: expected a subclass of Worker, got {self.cls!r}")
-        return self.cls
+        return cast("type[W]", self.cls)
 
     def build(self, context: WorkerContext) -> W:
         """Build the worker at this place.

@@ -104,5 +104,6 @@ class HostActor:
         try:
             value = run()
         except (Exception, SystemExit) as error:
-            return Status(capture(error, cloudpickle.dumps, cloudpickle.loads), self._host.revision(role)), None
+            dumps = cloudpickle.dumps  # pyright: ignore[reportPrivateImportUsage]
+            return Status(capture(error, dumps, cloudpickle.loads), self._host.revision(role)), None
         return Status(None, self._host.revision(role)), value

@@ -54,14 +54,15 @@ def run_on_cluster(
         Exception: what the function raised, as its own type where Ray can carry it.
     """
     import ray
+    from ray.exceptions import RayTaskError
 
-    actor = ray.remote(_Driver).options(num_cpus=num_cpus, **options).remote()
+    actor: Any = ray.remote(_Driver).options(num_cpus=num_cpus, **options).remote()
     try:
         stream = actor.stream.options(num_returns="streaming").remote(function, args)
         for reference in stream:
             try:
                 on_event(ray.get(reference))
-            except ray.exceptions.RayTaskError as error:
+            except RayTaskError as error:
                 raise getattr(error, "cause", None) or error from error
     finally:
         ray.kill(actor)

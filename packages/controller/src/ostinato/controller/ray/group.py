@@ -135,10 +135,11 @@ class RayTransport:
     def fetch(self, ticket: Ticket, ranks: Sequence[int]) -> list[Any]:
         """Bring the values of these ranks here."""
         import ray
+        from ray.exceptions import RayError
 
         try:
             return ray.get([ticket.replies[rank].value for rank in ranks])
-        except ray.exceptions.RayError as error:
+        except RayError as error:
             # The call had ended; its value was lost with its owner or its node.
             role, rank, node = self._locate(ranks[0])
             raise WorkerDied(role, rank, node, ticket.method, str(error), "its result was lost") from error
@@ -286,7 +287,7 @@ class RayBackend:
         from ray import cloudpickle
 
         _ = spec.worker_class  # a wrong class is refused here and not on every rank
-        recipe = ray.put(cloudpickle.dumps(spec))
+        recipe = ray.put(cloudpickle.dumps(spec))  # pyright: ignore[reportPrivateImportUsage]
         arguments = [(role, recipe, processes.context(rank, role)) for rank in range(len(processes.actors))]
         self._everywhere(role, processes.actors, "build", arguments, processes)
 

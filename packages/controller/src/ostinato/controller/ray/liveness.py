@@ -100,14 +100,15 @@ def wait_for_replies(replies: Sequence[Reply], method: str, locate: Locate, pati
 def _read(reply: Reply, method: str, locate: Locate, ending: Ending) -> BaseException | None:
     import ray
     from ray import cloudpickle
+    from ray.exceptions import RayError, RayTaskError
 
     role, rank, node = locate(reply.rank)
     try:
         status: Status = ray.get(reply.status)
-    except ray.exceptions.RayTaskError as error:
+    except RayTaskError as error:
         # Raised outside the method, e.g. by an argument that does not unpickle on the worker.
         return WorkerFailed(role, rank, node, method, str(error), "the call could not be run")
-    except ray.exceptions.RayError as error:
+    except RayError as error:
         return WorkerDied(role, rank, node, method, str(error), f"its process ended ({type(error).__name__})")
     ending.revisions[reply.rank] = status.revision
     if status.failure is None:

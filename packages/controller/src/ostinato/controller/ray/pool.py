@@ -47,15 +47,22 @@ def reserve(pool: ResourcePool, timeout_s: float) -> list[Slot]:
         if time.monotonic() >= deadline:
             raise _not_free(pool, f"{', '.join(missing)} still held after {timeout_s:g} s")
         time.sleep(_POLL_S)
-    # Ray writes bundles' amounts as it is told; the number of processes that share a bundle is fixed by the pool.
-    groups = [placement_group([pool.bundle()] * count, strategy="STRICT_PACK") for count in pool.processes_on_nodes]
+    # Largest first: a small entry must not take the one node on which a large one fits.
+    counts = pool.processes_on_nodes
+    made = {
+        entry: placement_group([pool.bundle()] * counts[entry], strategy="STRICT_PACK")
+        for entry in sorted(range(len(counts)), key=lambda entry: -counts[entry])
+    }
+    groups = [made[entry] for entry in range(len(counts))]
     ready, _ = ray.wait(
         [group.ready() for group in groups], num_returns=len(groups), timeout=max(1.0, deadline - time.monotonic())
     )
     if len(ready) < len(groups):
         for group in groups:
             remove_placement_group(group)
-        raise _not_free(pool, f"no set of nodes had room for {list(pool.processes_on_nodes)} within {timeout_s:g} s")
+        raise _not_free(
+            pool, f"no nodes had room for {list(counts)} processes, each entry on one node, within {timeout_s:g} s"
+        )
     return [Slot(group, bundle) for group in groups for bundle in range(group.bundle_count)]
 
 
