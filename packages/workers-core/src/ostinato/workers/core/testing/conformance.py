@@ -55,16 +55,17 @@ def check_log_probs(make_engine: MakeEngine, workspace: Path) -> None:
 def check_boundaries(make_engine: MakeEngine, workspace: Path) -> None:
     """H-57: no label and no attention crosses from one packed row into the next."""
     driver = start(make_engine, workspace / "lm")
-    # Two rows on every rank: [1 2 3] and [4 5], and the same with another second row.
-    rows = DataProto.concat([two_rows([1, 2, 3], [4, 5])] * driver.engine.coordinates.dp_size)
-    other = DataProto.concat([two_rows([1, 2, 3], [9, 5])] * driver.engine.coordinates.dp_size)
+    dp_size = driver.engine.coordinates.dp_size
+    # Two rows on every rank: [1 2 3] and [4 5], and the same behind another first row.
+    rows = DataProto.concat([two_rows([1, 2, 3], [4, 5])] * dp_size)
+    other = DataProto.concat([two_rows([9, 8, 7], [4, 5])] * dp_size)
     packed = driver.packed(driver.mine(rows), 2)[0]
     assert packed.labels.tolist() == [2, 3, 5], f"labels: expected [2, 3, 5], got {packed.labels.tolist()}"
     assert packed.predict.tolist() == [0, 1, 3], f"predict: expected [0, 1, 3], got {packed.predict.tolist()}"
     first, second = driver.outputs(rows, 2), driver.outputs(other, 2)
     if first is not None and second is not None:
-        torch.testing.assert_close(first[0]["log_probs"][0], second[0]["log_probs"][0], rtol=0, atol=1e-6)
-        assert (first[0]["log_probs"][1, 0] - second[0]["log_probs"][1, 0]).abs() > 1e-4
+        torch.testing.assert_close(first[0]["log_probs"][1], second[0]["log_probs"][1], rtol=0, atol=1e-6)
+        assert (first[0]["log_probs"][0, 0] - second[0]["log_probs"][0, 0]).abs() > 1e-4
 
 
 def check_values(make_engine: MakeEngine, workspace: Path) -> None:
