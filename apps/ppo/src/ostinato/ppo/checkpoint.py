@@ -18,6 +18,7 @@ import hashlib
 import json
 import logging
 import os
+import pickle
 import re
 import shutil
 from collections.abc import Callable, Mapping
@@ -166,7 +167,7 @@ class Checkpoints:
         """
         try:
             return torch.load(checkpoint / "driver.pt", weights_only=True)
-        except (OSError, RuntimeError, EOFError) as error:
+        except (OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
             raise CheckpointError(f"{checkpoint / 'driver.pt'} cannot be read: {error}") from error
 
     def close(self) -> None:

@@ -29,8 +29,8 @@ def place(config: PpoConfig) -> Placement:
         config: the whole run.
 
     Returns:
-        `actor` always (with the reference in the same worker where a KL term asks for one), `critic` where the estimator
-        learns a value function, `reward_model` where one is enabled, on the shared pool or on its own.
+        `actor` always (with the reference in the same worker where a KL term asks for one), `critic` where the
+        estimator learns a value function, `reward_model` where one is enabled, on the shared pool or on its own.
     """
     from ostinato.workers.core import ActorRolloutRefWorker, CriticWorker, RewardModelWorker
 

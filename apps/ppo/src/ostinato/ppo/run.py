@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from ostinato.ppo.config import PpoConfig
@@ -19,8 +18,8 @@ Event = dict[str, Any]
 def run(config: PpoConfig, on_event: Callable[[Event], None]) -> None:
     """Run a configuration to its end.
 
-    With `trainer.backend=local` everything happens in this process; with `ray` the loop runs in an actor on the cluster and
-    this process only shows what it reports.
+    With `trainer.backend=local` everything happens in this process; with `ray` the loop runs in an actor on the cluster
+    and this process only shows what it reports.
 
     Args:
         config: a configuration that `preflight.check` passed.
@@ -65,7 +64,7 @@ def train(config: PpoConfig, *, emit: Callable[[Event], None]) -> None:
         tokenizer = load_tokenizer(config.actor_rollout_ref.model)
         schedule = Schedule(config.data, tokenizer, config.trainer)
         config = config.with_total_steps(schedule.num_prompts)
-        tracker = Tracker(trainer.logger, Path(trainer.default_local_dir), config, emit=emit)
+        tracker = Tracker(trainer.logger, trainer.default_local_dir, config, emit, total_steps=schedule.total_steps)
         stack.callback(tracker.close)
         backend = open_backend(config)
         stack.callback(backend.shutdown)

@@ -1,7 +1,7 @@
 """The loop: generate, score, estimate, update. One plain Python function on the driver.
 
-`Trainer` is handed everything that it uses (groups, reward, schedule, tracker, checkpoints) by `run.py` and knows neither Ray
-nor Hydra nor an engine. It passes one `DataProto` from stage to stage and looks at values only through `.get(columns)`.
+`Trainer` is handed everything that it uses (groups, reward, schedule, tracker, checkpoints) by `run.py` and knows neither
+Ray nor Hydra nor an engine. It passes one `DataProto` from stage to stage and looks at values only through `.get(columns)`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ostinato.ppo.data import Schedule, follow, rollouts
 from ostinato.ppo.estimate import Estimate
 from ostinato.ppo.metrics import batch_metrics
 from ostinato.ppo.tracking import Tracker
-from ostinato.ppo.validate import Validation
+from ostinato.ppo.validation import Validation
 from ostinato.protocol import DataProto, Metric, columns
 
 logger = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ class Trainer:
         cfg, trainer = self.config, self.config.trainer
         self.resume()
         if trainer.val_before_train and self.step == 0:
-            self.validate()
+            self.tracker.report(0, self.validate())
         for step, batch in self.schedule.steps():
             with self.tracker.step(step) as log:
                 batch = rollouts(batch, cfg.actor_rollout_ref.rollout.n)
@@ -90,7 +90,7 @@ class Trainer:
                 if step > trainer.critic_warmup:
                     with log.time("update_actor"):
                         log.add(self.actor.update_actor(batch))
-                log.add(batch_metrics(batch, cfg.data.max_response_length, log.timings, self.num_processes))
+                log.add(batch_metrics(batch, cfg.data.max_response_length))
                 self.step = step
                 if self.due(trainer.test_freq):
                     with log.time("testing"):
@@ -104,7 +104,7 @@ class Trainer:
         return self.validation.run(self.step, self.actor, self.reward) if self.validation else {}
 
     def due(self, frequency: int) -> bool:
-        """Whether something with this frequency (steps; below 1: never) is to happen now; the last step always counts."""
+        """Whether something with this frequency (steps; below 1: never) is to happen now; the last step counts."""
         return frequency > 0 and (self.step % frequency == 0 or self.step == self.schedule.total_steps)
 
     def save(self) -> Path:

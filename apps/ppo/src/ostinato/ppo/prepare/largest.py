@@ -1,7 +1,7 @@
 """A task and a model small enough for a laptop: name the largest of three digits.
 
-Writes a model that has learnt nothing (random weights, a real transformers architecture, its own small tokenizer with a chat
-template, saved as a Hugging Face folder) and all 1,000 prompts in two disjoint parts, 800 to train and 200 to validate:
+Writes a model that has learnt nothing (random weights, a real transformers architecture, its own small tokenizer with
+a chat template, saved as a Hugging Face folder) and all 1,000 prompts in two disjoint parts, 800 to train and 200 to validate:
 
     python -m ostinato.ppo.prepare.largest --local_dir DIR
 

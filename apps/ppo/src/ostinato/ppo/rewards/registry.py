@@ -17,6 +17,7 @@ _MATH = "ostinato.ppo.rewards.math:compute_score"
 _references: dict[str, str] = {
     "openai/gsm8k": _GSM8K,
     "gsm8k": _GSM8K,
+    "ostinato/largest": "ostinato.ppo.rewards.largest:compute_score",
     "math": _MATH,
     "lighteval/MATH": _MATH,
     "DigitalLearningGmbH/MATH-lighteval": _MATH,
