@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from ostinato.ppo.errors import Problem
     from ostinato.ppo.preflight import Checked
 
+logger = logging.getLogger(__name__)
+
 PROGRAM = "ostinato-ppo"
 CONFIG_PACKAGE, CONFIG_NAME, SCHEMA_NAME = "ostinato.ppo.conf", "ppo", "ostinato_ppo_schema"
 
@@ -85,12 +87,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     from ostinato.ppo.plan import plan_text
 
     _write(plan_text(checked))
+    for warning in checked.warnings:
+        logger.warning(warning)
     if checked.config.trainer.dry_run:
         return _write("Everything checked; nothing was started (trainer.dry_run=True).\n")
+    from ostinato.ppo.console import ConsoleView
     from ostinato.ppo.run import run
 
     try:
-        run(checked.config)
+        with ConsoleView() as view:
+            run(checked.config, on_event=view)
     except ConfigError as error:
         return _fail(error.problems)
     except LaunchError as error:
@@ -139,7 +145,8 @@ def compose(
                 accepted += _searchpath(Path(config_dir) / f"{name}.yaml", accepted)
             config, more = from_hydra(hydra.compose(name, overrides=accepted))
     except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError([Problem(getattr(error, "full_key", None) or "configuration", str(error))]) from error
+        key, reason = getattr(error, "full_key", None) or "configuration", str(error).partition("\n    full_key:")[0]
+        raise ConfigError([Problem(key, reason)]) from error
     return config, problems + [problem for problem in more if problem not in problems]
 
 
@@ -154,7 +161,7 @@ def screen(overrides: Iterable[str], *, is_group: Callable[[str], bool]) -> tupl
         The accepted ones, rewritten so that Hydra also takes free keys (`reward_kwargs.method=flexible`), and faults.
     """
     from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.errors import OverrideParseException
+    from hydra.errors import HydraException
 
     from ostinato.ppo.errors import Problem
 
@@ -164,15 +171,15 @@ def screen(overrides: Iterable[str], *, is_group: Callable[[str], bool]) -> tupl
     for text in overrides:
         try:
             override = parser.parse_override(text)
-        except OverrideParseException as error:
+        except HydraException as error:
             reason = str(error).splitlines()[0]
-            problems.append(Problem(text, f"expected key=value ({reason}); quote values with spaces or signs"))
+            problems.append(Problem(text, f"expected key=value ({reason}); values with spaces or signs need quotes"))
             continue
         group = "/" in override.key_or_group or "@" in text.partition("=")[0] or is_group(override.key_or_group)
         problem = None if group else _fault(override)
         if problem is not None:
             problems.append(problem)
-        elif group or override.key_or_group.startswith("hydra.") or override.is_delete():
+        elif group or override.key_or_group.startswith("hydra."):
             accepted.append(text)
         else:
             accepted.append("++" + text.lstrip("+"))
@@ -183,15 +190,22 @@ def _fault(override: Override) -> Problem | None:
     """What is wrong with an override of a key, told from the key alone."""
     from ostinato.ppo.config import PpoConfig
     from ostinato.ppo.errors import Problem
-    from ostinato.ppo.schema import has_key, unknown
+    from ostinato.ppo.schema import key_type, section_type, unknown
 
     key = override.key_or_group
     if key.startswith("hydra.") and key != "hydra.searchpath":
         return Problem(key, "ostinato runs no Hydra jobs; of Hydra's own keys only hydra.searchpath has an effect")
+    if key == "hydra.searchpath":
+        return None
+    known = key_type(PpoConfig, key)
+    if known is None:
+        return unknown(PpoConfig, key)
     if override.is_sweep_override():
         return Problem(key, f"several values; a list is written [a,b], and sweeps are not run: {override.input_line}")
-    if key != "hydra.searchpath" and not has_key(PpoConfig, key):
-        return unknown(PpoConfig, key)
+    if override.is_delete():
+        return Problem(key, "keys cannot be deleted; set a value, or null where the key allows it")
+    if section_type(known) is not None and not isinstance(override.value(), dict):
+        return Problem(key, f"is a section, got {override.value()!r}; set the keys below it, {key}.NAME=VALUE")
     return None
 
 

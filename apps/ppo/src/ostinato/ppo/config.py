@@ -41,9 +41,6 @@ __all__ = [
     "TrainerConfig",
 ]
 
-NO_KEY = {"derived": True}
-"""Metadata of a field of the wheels below that a user cannot set: it is worked out, or no engine here reads it."""
-
 FOLLOWS: dict[str, str] = {
     "data.seed": "trainer.seed",
     "actor_rollout_ref.rollout.seed": "trainer.seed",
@@ -64,7 +61,6 @@ class ActorSection(ActorConfig):
     """
 
     fsdp_config: FsdpConfig = field(default_factory=FsdpConfig)
-    megatron: Any = field(default=None, metadata=NO_KEY)
 
 
 @dataclass(frozen=True)
@@ -76,7 +72,6 @@ class RefSection(RefConfig):
     """
 
     fsdp_config: FsdpConfig = field(default_factory=FsdpConfig)
-    megatron: Any = field(default=None, metadata=NO_KEY)
 
 
 @dataclass(frozen=True)
@@ -88,7 +83,6 @@ class CriticSection(CriticConfig):
     """
 
     fsdp_config: FsdpConfig = field(default_factory=FsdpConfig)
-    megatron: Any = field(default=None, metadata=NO_KEY)
 
 
 Role = TypeVar("Role", ActorSection, CriticSection)
@@ -111,7 +105,6 @@ class RewardModelSection(RewardModelConfig):
     n_gpus_per_node: int = 1
     nnodes: int = 1
     fsdp_config: FsdpConfig = field(default_factory=FsdpConfig)
-    megatron: Any = field(default=None, metadata=NO_KEY)
 
 
 @dataclass(frozen=True)

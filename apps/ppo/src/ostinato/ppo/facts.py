@@ -97,7 +97,7 @@ def model_folder(path: str) -> Path:
     """
     folder = Path(path).expanduser()
     if folder.is_dir():
-        return folder
+        return folder.absolute()
     if not re.fullmatch(r"[\w][\w.-]*(/[\w][\w.-]*)?", path):
         raise Unreadable(f"there is no folder {path}")
     from huggingface_hub import constants, try_to_load_from_cache

@@ -13,7 +13,6 @@ from ostinato.ppo.facts import ModelFacts
 from ostinato.ppo.preflight import Checked
 
 _BYTES = {"fp32": 4, "float32": 4, "bf16": 2, "bfloat16": 2, "fp16": 2, "float16": 2}
-_WIDTH = 110
 
 
 @dataclass(frozen=True)
@@ -191,21 +190,24 @@ def _step(checked: Checked) -> Iterator[tuple[str, str]]:
     for role in ("actor", "critic") if checked.needs_critic else ("actor",):
         yield f"{role} step", _update_text(update_plan(config, role))
     total, limit = config.total_steps(prompts), config.trainer.total_training_steps
-    epoch = f"{config.steps_per_epoch(prompts)} steps an epoch ({prompts} // {batch})"
-    epochs = f"{epoch} × {config.trainer.total_epochs} epochs"
+    epoch = f"{_many(config.steps_per_epoch(prompts), 'step')} an epoch ({prompts} // {batch})"
+    epochs = f"{epoch} × {_many(config.trainer.total_epochs, 'epoch')}"
     planned = epochs if limit is None else f"trainer.total_training_steps={limit}"
     actor = update_plan(config, "actor")
-    yield "length", f"{planned} = {total} steps, {total * actor.updates * actor.passes} updates of the actor"
+    yield (
+        "length",
+        f"{planned} = {_many(total, 'step')}, {_many(total * actor.updates * actor.passes, 'update')} of the actor",
+    )
 
 
 def _update_text(plan: UpdatePlan) -> str:
     micro = (
         f"micro-batches up to {plan.token_budget} tokens"
         if plan.micro_batches is None
-        else f"{plan.micro_batches} micro-batches"
+        else _many(plan.micro_batches, "micro-batch", "micro-batches")
     )
     passes = f"{plan.passes} passes × " if plan.passes > 1 else ""
-    updates = f"{passes}{plan.updates} updates of {plan.prompts} prompts = {plan.rows} responses"
+    updates = f"{passes}{_many(plan.updates, 'update')} of {_many(plan.prompts, 'prompt')} = {plan.rows} responses"
     return f"{updates}; {plan.rows_per_rank} a rank in {micro}"
 
 
@@ -218,10 +220,10 @@ def _where(checked: Checked) -> Iterator[tuple[str, str]]:
     roles += ["critic"] if checked.needs_critic else []
     reward = config.reward_model
     roles += ["reward model"] if reward.enable and not reward.enable_resource_pool else []
-    ranks = f"{trainer.nnodes} nodes × {trainer.n_gpus_per_node} processes"
+    ranks = f"{_many(trainer.nnodes, 'node')} × {_many(trainer.n_gpus_per_node, 'process', 'processes')}"
     yield "where", f"{ranks}, device {trainer.device}, backend {trainer.backend}"
     yield "where", f"on all of them in turns: {', '.join(roles)}"
-    yield "where", f"{config.world_size // tp} rollout engines of {tp} ranks"
+    yield "where", f"{_many(config.world_size // tp, 'rollout engine')} of {_many(tp, 'rank')}"
     if reward.enable and reward.enable_resource_pool:
         yield "where", f"on a pool of its own, {reward.nnodes} × {reward.n_gpus_per_node} processes: reward model"
 
@@ -255,6 +257,10 @@ def _output(checked: Checked) -> Iterator[tuple[str, str]]:
         "output",
         f"checkpoint {saves}; validation {tests}{before}; resume {trainer.resume_from_path or trainer.resume_mode}",
     )
+
+
+def _many(number: int, one: str, more: str = "") -> str:
+    return f"{number} {one if number == 1 else more or one + 's'}"
 
 
 def _count(number: int | None) -> str:

@@ -98,6 +98,7 @@ def examine(config: PpoConfig) -> Checked:
         look_at(checked)
     for look_at in (_heads, _lengths):  # these need the model's own numbers
         look_at(checked)
+    files.absolute_paths(checked)
     return checked
 
 
@@ -321,8 +322,8 @@ def _missing_gpus(config: PpoConfig) -> Iterator[str]:
 
 
 def _missing_software(config: PpoConfig) -> Iterator[str]:
-    import importlib.util
-
+    from ostinato.ppo.loggers import TrackingError
+    from ostinato.ppo.loggers import check_installed as check_loggers
     from ostinato.ppo.placement import ENGINES
     from ostinato.rollout import RolloutError, check_installed
 
@@ -335,6 +336,7 @@ def _missing_software(config: PpoConfig) -> Iterator[str]:
         used = role == ACTOR or (role == "critic" and config.needs_critic) or getattr(section, "enable", False)
         if used and section.strategy not in ENGINES:
             yield f"{role}.strategy={section.strategy}: this version has no such engine; it has {', '.join(ENGINES)}"
-    for name in config.trainer.logger:
-        if name in ("wandb", "mlflow", "tensorboard") and importlib.util.find_spec(name) is None:
-            yield f"trainer.logger={name}: not installed; pip install {name}"
+    try:
+        check_loggers(config.trainer.logger)
+    except TrackingError as error:
+        yield str(error)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,8 +13,6 @@ from ostinato.ppo.facts import DataFacts, ModelFacts, Unreadable, model_folder, 
 if TYPE_CHECKING:
     from ostinato.ppo.preflight import Checked
     from ostinato.workers.core.config import ModelConfig
-
-KNOWN_LOGGERS = ("console", "tensorboard", "wandb", "mlflow", "jsonl")
 
 
 def data(checked: Checked) -> None:
@@ -70,6 +69,21 @@ def _usable(checked: Checked, key: str, path: str, facts: DataFacts) -> bool:
     elif config.custom_reward_function.path is None:
         _known_sources(checked, key, path, facts)
     return len(checked.problems) == before
+
+
+def absolute_paths(checked: Checked) -> None:
+    """Make every path of `checked.config` absolute: the loop may run in another process than this one."""
+    config = checked.config
+    data, trainer, reward = config.data, config.trainer, config.custom_reward_function
+    files = {name: [os.path.abspath(path) for path in getattr(data, name)] for name in ("train_files", "val_files")}
+    resume = trainer.resume_from_path and os.path.abspath(trainer.resume_from_path)
+    folder = os.path.abspath(trainer.default_local_dir)
+    checked.config = replace(
+        config,
+        data=replace(data, **files),
+        trainer=replace(trainer, default_local_dir=folder, resume_from_path=resume),
+        custom_reward_function=replace(reward, path=reward.path and os.path.abspath(reward.path)),
+    )
 
 
 def _known_sources(checked: Checked, key: str, path: str, facts: DataFacts) -> None:
@@ -180,11 +194,13 @@ _REWARD = "custom_reward_function"
 
 
 def run_folder(checked: Checked) -> None:
-    """Trackers known, the checkpoint to resume from there, the run folder not another model's."""
+    """Loggers known, the checkpoint to resume from there, the run folder not another model's."""
+    from ostinato.ppo.loggers import LOGGERS
+
     trainer = checked.config.trainer
     for name in trainer.logger:
-        if name not in KNOWN_LOGGERS:
-            checked.refuse("trainer.logger", f"expected some of {', '.join(KNOWN_LOGGERS)}, got {name!r}")
+        if name not in LOGGERS:
+            checked.refuse("trainer.logger", f"expected some of {', '.join(LOGGERS)}, got {name!r}")
     if trainer.resume_mode == "resume_path":
         _resume_path(checked, trainer.resume_from_path)
     elif trainer.resume_from_path is not None:

@@ -52,16 +52,16 @@ def sections(cls: type, prefix: str = "") -> Iterator[tuple[str, type]]:
             yield from sections(section, f"{prefix}{name}.")
 
 
-def has_key(cls: type, key: str) -> bool:
-    """Whether a dotted key is a section, a field, or lies below a field that holds a mapping with free keys."""
+def key_type(cls: type, key: str) -> Any:
+    """The type of a dotted key: a section, a field, `Any` below a field with free keys; None: there is no such key."""
     name, dot, rest = key.partition(".")
     known = field_types(cls)
-    if name not in known:
-        return False
+    if name not in known or not dot:
+        return known.get(name)
     section = section_type(known[name])
-    if not dot or section is None:
-        return not dot or is_mapping(known[name])
-    return has_key(section, rest)
+    if section is None:
+        return Any if is_mapping(known[name]) else None
+    return key_type(section, rest)
 
 
 def section_type(annotation: Any) -> type | None:
@@ -101,9 +101,10 @@ def nearest_key(cls: type, key: str) -> str | None:
     A likeness in the same section comes first, then the same last name elsewhere, then a likeness of the whole.
     """
     known = [name for name, *_ in leaves(cls)]
-    if key in RENAMED and RENAMED[key] in known:
-        return RENAMED[key]
     section, _, last = key.rpartition(".")
+    renamed = f"{section}.{RENAMED.get(last)}"
+    if renamed in known:
+        return renamed
     beside = {name.rpartition(".")[2]: name for name in known if name.rpartition(".")[0] == section}
     close = difflib.get_close_matches(last, beside, n=1, cutoff=0.7)
     if close:
@@ -115,7 +116,7 @@ def nearest_key(cls: type, key: str) -> str | None:
     if close:
         return close[0]
     by_last = {name.rpartition(".")[2]: name for name in known}
-    close = difflib.get_close_matches(last, by_last, n=1, cutoff=0.75)
+    close = difflib.get_close_matches(last, by_last, n=1, cutoff=0.8)
     return by_last[close[0]] if close else None
 
 
