@@ -13,7 +13,7 @@ from ostinato.protocol import DataProto, Metric, columns
 from ostinato.rollout import Rollout, build_rollout
 from ostinato.rollout.reshard import reshard
 from ostinato.workers.core.config import ActorRolloutRefConfig, EngineChoice, rollout_log_prob_limit
-from ostinato.workers.core.engine import TokenOutputs, TrainEngine
+from ostinato.workers.core.engine import TrainEngine
 from ostinato.workers.core.errors import ConfigError, RoleError
 from ostinato.workers.core.export import export_hf
 from ostinato.workers.core.factory import find_engine, prepare_model
@@ -21,7 +21,7 @@ from ostinato.workers.core.limits import BatchLimit
 from ostinato.workers.core.losses import ActorObjective
 from ostinato.workers.core.microbatch import pack
 from ostinato.workers.core.residency import Residency
-from ostinato.workers.core.scoring import Outputs, token_columns
+from ostinato.workers.core.scoring import Outputs, log_probs_of, planned, token_columns
 from ostinato.workers.core.update import update
 
 logger = logging.getLogger(__name__)
@@ -231,13 +231,11 @@ class ActorRolloutRefWorker(Worker):
         return rollout
 
     def _score(self, part: Residency, batch: DataProto, limit: BatchLimit, *, entropy: bool) -> Outputs | None:
-        def read(outputs: TokenOutputs) -> Outputs:
-            wanted = {"log_probs": outputs.log_probs, "entropy": outputs.entropy if entropy else None}
-            return {name: values for name, values in wanted.items() if values is not None}
-
-        packer = partial(pack, temperature=self.config.rollout.temperature, device=part.engine.device)
+        engine = part.engine
+        packer = partial(pack, temperature=self.config.rollout.temperature, device=engine.device)
         with part.inference():
-            return token_columns(part.engine, batch, packer, read, limit=limit, entropy=entropy)
+            plan = planned(engine, batch, limit)
+            return token_columns(engine, batch, packer, log_probs_of, plan=plan, entropy=entropy)
 
     def _need[T](self, part: T | None, method: str, role: str) -> T:
         if part is None:

@@ -7,12 +7,25 @@ Fields whose metadata says `derived` are filled in by the trainer and are no key
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from ostinato.rollout.config import RolloutConfig
 from ostinato.workers.core.limits import BatchLimit, batch_limit, require, require_choice
 from ostinato.workers.core.optim import OptimConfig
+
+__all__ = [
+    "ActorConfig",
+    "ActorRolloutRefConfig",
+    "CriticConfig",
+    "EngineChoice",
+    "ModelConfig",
+    "OptimConfig",
+    "PolicyLossConfig",
+    "RefConfig",
+    "RewardModelConfig",
+    "rollout_log_prob_limit",
+]
 
 LOSS_AGG_MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean")
 KL_LOSS_TYPES = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
@@ -81,15 +94,38 @@ class EngineChoice:
 
 @dataclass(frozen=True)
 class PolicyLossConfig:
-    """Which policy loss, and the parameters of those that have their own.
+    """Which policy loss, and the parameters of those that have their own; None is the loss's own default.
 
     Attributes:
         loss_mode: a registered name.
-        loss_kwargs: keywords for the loss, by the names in its own signature; they win over the actor's clip keys.
+        tau_pos: `sapo`: steepness of the gate where the advantage is positive.
+        tau_neg: `sapo`: the same where it is not.
+        clip_cov_ratio: `clip_cov`: share of the tokens that lose their gradient.
+        clip_cov_lb: `clip_cov`: lower bound of the covariance of such a token.
+        clip_cov_ub: `clip_cov`: upper bound of it.
+        kl_cov_ratio: `kl_cov`: share of the tokens that are held back.
+        ppo_kl_coef: `kl_cov`: coefficient of their KL term.
+        dro_beta: `dro`: coefficient of the quadratic penalty.
+        loss_kwargs: parameters of a loss of your own, by the names in its signature; also wins over the clip keys.
     """
 
     loss_mode: str = "vanilla"
+    tau_pos: float | None = None
+    tau_neg: float | None = None
+    clip_cov_ratio: float | None = None
+    clip_cov_lb: float | None = None
+    clip_cov_ub: float | None = None
+    kl_cov_ratio: float | None = None
+    ppo_kl_coef: float | None = None
+    dro_beta: float | None = None
     loss_kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        """What was set, by the names in the loss's signature."""
+        own = {entry.name: getattr(self, entry.name) for entry in fields(self)}
+        del own["loss_mode"], own["loss_kwargs"]
+        return {name: value for name, value in own.items() if value is not None} | dict(self.loss_kwargs)
 
 
 def _check_update(key: str, config: ActorConfig | CriticConfig) -> None:

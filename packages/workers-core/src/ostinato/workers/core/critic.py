@@ -16,7 +16,7 @@ from ostinato.workers.core.factory import find_engine, prepare_model
 from ostinato.workers.core.losses import CriticObjective
 from ostinato.workers.core.microbatch import pack
 from ostinato.workers.core.residency import Residency
-from ostinato.workers.core.scoring import Outputs, token_columns
+from ostinato.workers.core.scoring import Outputs, planned, token_columns
 from ostinato.workers.core.update import update
 
 logger = logging.getLogger(__name__)
@@ -68,8 +68,9 @@ class CriticWorker(Worker):
         """
         critic = self._built("compute_values")
         with critic.inference():
+            plan = planned(critic.engine, batch, self.config.forward_limit)
             packer = partial(pack, device=critic.engine.device)
-            result = token_columns(critic.engine, batch, packer, _values, limit=self.config.forward_limit)
+            result = token_columns(critic.engine, batch, packer, _values, plan=plan)
         return DataProto.from_dict() if result is None else DataProto.from_dict(result)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, reads=TRAINING)

@@ -5,18 +5,20 @@ A closure aggregates once, with the mini-batch's global counts, and returns its 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
-from ostinato.algos import aggregate, get_policy_loss, keywords, kl_penalty, value_loss
+from ostinato.algos import aggregate, get_policy_loss, get_token_selector, keywords, kl_penalty, value_loss
 from ostinato.protocol import DataProto
 from ostinato.workers.core.config import ActorConfig, CriticConfig
-from ostinato.workers.core.engine import LossFn, TokenOutputs, TrainEngine
+from ostinato.workers.core.engine import LossFn, TokenOutputs
 from ostinato.workers.core.errors import BatchError, ConfigError
 from ostinato.workers.core.microbatch import PackedRows
-from ostinato.workers.core.update import Counts, MicroStats
+from ostinato.workers.core.selection import with_selected
+from ostinato.workers.core.update import Counts, MicroStats, MiniBatch
 
 
 class ActorObjective:
@@ -31,18 +33,26 @@ class ActorObjective:
 
     def __init__(self, config: ActorConfig) -> None:
         self.config = config
-        self.policy_loss = get_policy_loss(config.policy_loss.loss_mode)
-        self.arguments = policy_loss_arguments(self.policy_loss, config)
+        mode = config.policy_loss.loss_mode
+        self.policy_loss = get_policy_loss(mode)
+        self.selector = get_token_selector(mode)
+        self.arguments, self.selector_arguments = policy_loss_arguments(self.policy_loss, self.selector, config)
 
     @property
     def entropy(self) -> bool:
         """Whether the loss needs entropies."""
         return self.config.entropy_coeff != 0
 
-    def prepare(self, engine: TrainEngine, mini_batch: DataProto, plan: Sequence[Sequence[int]]) -> DataProto:
-        """Nothing of this loss depends on the whole mini-batch beyond its counts."""
-        del engine, plan
-        return mini_batch
+    def prepare(self, mini_batch: MiniBatch) -> DataProto:
+        """Choose the tokens that the policy loss treats apart, where it does; costs one forward pass."""
+        if self.selector is None:
+            return mini_batch.rows
+        log_probs = mini_batch.log_probs()
+        if log_probs is None:
+            return mini_batch.rows
+        seed = {"seed": mini_batch.seed} if "seed" in keywords(self.selector) else {}
+        selector = partial(self.selector, **self.selector_arguments, **seed)
+        return with_selected(mini_batch.engine, mini_batch.rows, log_probs, selector)
 
     def loss(self, counts: Counts) -> LossFn[MicroStats]:
         """Make the closure for the micro-batches of one mini-batch."""
@@ -57,6 +67,7 @@ class ActorObjective:
                 _column(packed, "advantages"),
                 mask,
                 weights=_optional(packed, "rollout_is_weights"),
+                **({"selected": _column(packed, "selected")} if self.selector else {}),
                 **self.arguments,
             )
             pg_loss = _aggregate(policy.loss, mask, config, counts)
@@ -87,10 +98,9 @@ class CriticObjective:
     def __init__(self, config: CriticConfig) -> None:
         self.config = config
 
-    def prepare(self, engine: TrainEngine, mini_batch: DataProto, plan: Sequence[Sequence[int]]) -> DataProto:
+    def prepare(self, mini_batch: MiniBatch) -> DataProto:
         """Nothing of this loss depends on the whole mini-batch beyond its counts."""
-        del engine, plan
-        return mini_batch
+        return mini_batch.rows
 
     def loss(self, counts: Counts) -> LossFn[MicroStats]:
         """Make the closure for the micro-batches of one mini-batch."""
@@ -108,36 +118,43 @@ class CriticObjective:
         return critic_loss
 
 
-def policy_loss_arguments(policy_loss: Callable[..., Any], config: ActorConfig) -> dict[str, Any]:
-    """Choose what a policy loss is called with, by the names in its own signature.
+def policy_loss_arguments(
+    policy_loss: Callable[..., Any], selector: Callable[..., Any] | None, config: ActorConfig
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Choose what a policy loss and its token selector are called with, by the names in their own signatures.
 
     Args:
         policy_loss: a registered loss.
-        config: gives the clip constants, and `policy_loss.loss_kwargs`, which win.
+        selector: its token selector, if it has one.
+        config: gives the clip constants and `policy_loss`.
 
     Returns:
-        Keyword arguments, `weights` excepted.
+        Keyword arguments of the loss and of the selector, those excepted that depend on the batch.
 
     Raises:
-        ConfigError: `loss_kwargs` names something that the loss does not have, or something that it needs is missing.
+        ConfigError: a parameter is set that neither has, or one is missing that has no default.
     """
-    key = "actor_rollout_ref.actor.policy_loss.loss_kwargs"
+    key = "actor_rollout_ref.actor.policy_loss"
     mode = config.policy_loss.loss_mode
-    named = {name: needed for name, needed in keywords(policy_loss).items() if name != "weights"}
-    known: dict[str, Any] = {
+    of_loss = {name: needed for name, needed in keywords(policy_loss).items() if name not in ("weights", "selected")}
+    of_selector = {name: needed for name, needed in (keywords(selector) if selector else {}).items() if name != "seed"}
+    given = config.policy_loss.parameters
+    for name in given:
+        if name not in of_loss | of_selector:
+            raise ConfigError(
+                f"{key}.{name}: policy loss '{mode}' has no such parameter; it takes {[*of_loss, *of_selector]}"
+            )
+    known = {
         "clip_ratio_low": config.clip_low,
         "clip_ratio_high": config.clip_high,
         "clip_ratio_c": config.clip_ratio_c,
+    } | given
+    for name, needed in (of_loss | of_selector).items():
+        if needed and name not in known:
+            raise ConfigError(f"{key}.loss_kwargs.{name}: policy loss '{mode}' needs a value and has no default")
+    return {name: known[name] for name in of_loss if name in known}, {
+        name: known[name] for name in of_selector if name in known
     }
-    given = dict(config.policy_loss.loss_kwargs)
-    foreign = [name for name in given if name not in named]
-    if foreign:
-        raise ConfigError(f"{key}: policy loss '{mode}' has no {foreign}; it takes {list(named)}")
-    arguments = {name: value for name, value in (known | given).items() if name in named}
-    missing = [name for name, needed in named.items() if needed and name not in arguments]
-    if missing:
-        raise ConfigError(f"{key}: policy loss '{mode}' needs {missing}; give them there")
-    return arguments
 
 
 def _aggregate(

@@ -12,7 +12,7 @@ from ostinato.workers.core.errors import RoleError
 from ostinato.workers.core.factory import check_vocabulary, find_engine, prepare_model
 from ostinato.workers.core.microbatch import pack_last
 from ostinato.workers.core.residency import Residency
-from ostinato.workers.core.scoring import Outputs, token_columns
+from ostinato.workers.core.scoring import Outputs, planned, token_columns
 
 SCORING = ("input_ids", "attention_mask", "response_mask")
 
@@ -73,8 +73,9 @@ class RewardModelWorker(Worker):
             raise RoleError("compute_rm_score: the reward model is not built; call init_model first")
         with self._residency.inference():
             engine = self._residency.engine
+            plan = planned(engine, batch, self.config.limit)
             packer = partial(pack_last, device=engine.device)
-            result = token_columns(engine, batch, packer, _score, limit=self.config.limit)
+            result = token_columns(engine, batch, packer, _score, plan=plan)
         return DataProto.from_dict() if result is None else DataProto.from_dict(result)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -15,13 +15,20 @@ Packer = Callable[[DataProto], PackedRows]
 Outputs = dict[str, torch.Tensor]
 
 
+def planned(engine: TrainEngine, batch: DataProto, limit: BatchLimit) -> list[list[int]]:
+    """Group this rank's rows into micro-batches under a limit, equally many on every rank."""
+    return micro_batches(
+        batch, reduce=engine.reduce, max_tokens=limit.max_tokens, micro_batch_size=limit.micro_batch_size
+    )
+
+
 def token_columns(
     engine: TrainEngine,
     batch: DataProto,
     packer: Packer,
     read: Callable[[TokenOutputs], Outputs],
     *,
-    limit: BatchLimit,
+    plan: Sequence[Sequence[int]],
     entropy: bool = False,
 ) -> Outputs | None:
     """Run the model over this rank's rows and lay its outputs out as columns.
@@ -31,15 +38,12 @@ def token_columns(
         batch: this rank's rows; may be empty.
         packer: makes a packed micro-batch of some rows.
         read: picks the (N,) outputs that are wanted, by name.
-        limit: size of a micro-batch.
+        plan: rows of each micro-batch, of `planned`.
         entropy: ask the engine for entropies.
 
     Returns:
         Name -> (B, R) float32 on the host, exactly 0 where no output belongs; None on a rank that sees no outputs.
     """
-    plan = micro_batches(
-        batch, reduce=engine.reduce, max_tokens=limit.max_tokens, micro_batch_size=limit.micro_batch_size
-    )
 
     def collect(outputs: TokenOutputs, packed: PackedRows) -> Outputs:
         return {name: packed.to_response(values.float()) for name, values in read(outputs).items()}
@@ -57,6 +61,12 @@ def token_columns(
             for name in names:
                 columns[name][list(group)] = part[name].cpu()
     return columns
+
+
+def log_probs_of(outputs: TokenOutputs) -> Outputs:
+    """Pick log-probabilities, and entropies where the engine gave any."""
+    wanted = {"log_probs": outputs.log_probs, "entropy": outputs.entropy}
+    return {name: values for name, values in wanted.items() if values is not None}
 
 
 def _no_outputs(entropy: bool) -> TokenOutputs:

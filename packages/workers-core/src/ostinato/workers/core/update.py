@@ -19,7 +19,8 @@ from ostinato.protocol import DataProto, Metric
 from ostinato.workers.core.engine import LossFn, StepStats, TrainEngine
 from ostinato.workers.core.errors import BatchError
 from ostinato.workers.core.limits import BatchLimit
-from ostinato.workers.core.microbatch import largest_over_ranks, micro_batches, pack
+from ostinato.workers.core.microbatch import PackedRows, largest_over_ranks, pack
+from ostinato.workers.core.scoring import log_probs_of, planned, token_columns
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +55,34 @@ class MicroStats:
     num_tokens: torch.Tensor
 
 
+@dataclass(frozen=True)
+class MiniBatch:
+    """This rank's part of one mini-batch, on its way to a step.
+
+    Attributes:
+        engine: holds the model as it is now.
+        rows: the rows.
+        plan: rows of each micro-batch.
+        temperature: of the distribution that the responses were sampled from.
+        seed: another number for each step of a run, the same on every rank.
+    """
+
+    engine: TrainEngine
+    rows: DataProto
+    plan: list[list[int]]
+    temperature: float
+    seed: int
+
+    def pack(self, rows: DataProto) -> PackedRows:
+        """Pack some of the rows for the engine."""
+        return pack(rows, temperature=self.temperature, device=self.engine.device)
+
+    def log_probs(self) -> torch.Tensor | None:
+        """Log-probabilities (b, R) under the current weights, by a forward pass; None where the rank sees none."""
+        columns = token_columns(self.engine, self.rows, self.pack, log_probs_of, plan=self.plan)
+        return None if columns is None else columns["log_probs"]
+
+
 class Objective(Protocol):
     """What is trained for: the loss of one role."""
 
@@ -67,8 +96,8 @@ class Objective(Protocol):
         """Whether the loss needs the entropy of each position."""
         ...
 
-    def prepare(self, engine: TrainEngine, mini_batch: DataProto, plan: Sequence[Sequence[int]]) -> DataProto:
-        """Add columns that depend on the whole mini-batch over all ranks; called right before its step."""
+    def prepare(self, mini_batch: MiniBatch) -> DataProto:
+        """Return its rows with the columns that depend on the whole mini-batch; called right before its step."""
         ...
 
     def loss(self, counts: Counts) -> LossFn[MicroStats]:
@@ -106,20 +135,19 @@ def update(
     """
     minis = split_mini_batches(batch, num_mini_batches, engine.reduce)
     counts = global_counts(minis, engine.reduce)
-    plans = [
-        micro_batches(mini, reduce=engine.reduce, max_tokens=limit.max_tokens, micro_batch_size=limit.micro_batch_size)
-        for mini in minis
-    ]
+    plans = [planned(engine, mini, limit) for mini in minis]
     tally = Tally(objective.prefix)
-    for _ in range(epochs):
-        for index, (mini, count, plan) in enumerate(zip(minis, counts, plans, strict=True)):
+    seed = int(batch.meta_info.get("global_step", 0)) * epochs * len(minis)
+    for epoch in range(epochs):
+        for index, (rows, count, plan) in enumerate(zip(minis, counts, plans, strict=True)):
             if count.num_tokens == 0:
                 # An AdamW step without a gradient would still decay the weights and follow old momentum.
                 logger.warning("mini-batch %d holds no policy token on any rank; it makes no step", index)
                 tally.skip()
                 continue
-            rows = objective.prepare(engine, mini, plan)
-            packed = [pack(rows[list(group)], temperature=temperature, device=engine.device) for group in plan]
+            mini = MiniBatch(engine, rows, plan, temperature, seed + epoch * len(minis) + index)
+            prepared = objective.prepare(mini)
+            packed = [mini.pack(prepared[group]) for group in plan]
             reports = engine.forward_backward(packed, objective.loss(count), entropy=objective.entropy)
             tally.add(reports or [], engine.optimizer_step())
     return tally.metrics()

@@ -95,11 +95,11 @@ def tiny_reward_model(path: Path | str, *, vocab_size: int = VOCAB_SIZE, seed: i
         num_key_value_heads=2,
         max_position_embeddings=512,
         initializer_range=0.2,
-        num_labels=1,
         pad_token_id=PAD,
         bos_token_id=BOS,
         eos_token_id=EOS,
     )
+    config.num_labels = 1
     return _write(Qwen2ForSequenceClassification, config, Path(path), seed, True)
 
 
