@@ -148,8 +148,8 @@ def rollout_ids(prompts: DataProto) -> np.ndarray:
 def assemble_padded(prompts: DataProto, responses: PaddedResponses, *, pad_token_id: int) -> DataProto:
     """Put padded answers behind their prompts.
 
-    Prompts stay left-padded, responses are right-padded; position ids continue from the prompt. A row that was aborted
-    keeps its tokens but gets a response mask of zeros, so that it can be neither rewarded nor trained on as if complete.
+    Prompts stay left-padded, responses are right-padded; position ids continue from the prompt. An aborted row keeps
+    its tokens but gets a response mask of zeros, so that nothing rewards it or trains on it as if it were complete.
 
     Args:
         prompts: the rows that were asked.
@@ -256,7 +256,7 @@ def _check_completions(ordered: Sequence[Completion], num_rows: int, width: int)
     if answered != expected:
         lost, extra = sorted(expected - answered), sorted(answered - expected)
         raise PromptError(
-            f"assemble: {num_rows} prompt rows, no completion for rows {lost[:8]}, completions for absent rows {extra[:8]}. "
+            f"assemble: {num_rows} prompt rows; rows {lost[:8]} have no completion, rows {extra[:8]} are not there. "
             "An engine must answer each row, with finish_reason 'abort' where it failed."
         )
     for c in ordered:
@@ -265,6 +265,6 @@ def _check_completions(ordered: Sequence[Completion], num_rows: int, width: int)
         if n > width or len(counts) > 1 or c.finish_reason not in FINISH_REASONS:
             raise PromptError(
                 f"assemble: completion of row {c.row} has {n} tokens, {len(c.log_probs)} log-probs and finish_reason "
-                f"{c.finish_reason!r}; expected at most {width} tokens, as many log-probs (and `sampled` flags), and one "
-                f"of {', '.join(FINISH_REASONS)}."
+                f"{c.finish_reason!r}; expected at most {width} tokens, as many log-probs (and `sampled` flags), and "
+                f"one of {', '.join(FINISH_REASONS)}."
             )

@@ -61,8 +61,8 @@ class Rollout(Protocol):
     """A generation engine that shares its device with a training engine.
 
     States, in the order of a step: asleep -> `wake("weights")` -> `load_weights`... -> `finish_load` ->
-    `wake("kv_cache")` -> `generate`... -> `sleep`. A call outside this order raises `EngineStateError`. `sleep` forgets the
-    weights: generation after it needs a new whole load.
+    `wake("kv_cache")` -> `generate`... -> `sleep`. A call outside this order raises `EngineStateError`. `sleep` forgets
+    the weights: generation after it needs a new whole load.
     """
 
     @property
@@ -91,7 +91,7 @@ class Rollout(Protocol):
         ...
 
     def finish_load(self) -> None:
-        """Declare the load whole. Raises `EngineStateError` where a weight never came; drops caches of older weights."""
+        """Declare the load whole; drops caches of older weights. A weight that never came raises `EngineStateError`."""
         ...
 
     def sleep(self) -> None:

@@ -76,7 +76,7 @@ def buckets(
             if flats[current].entries:
                 yield flats[current].take()
                 current = 1 - current
-            if flats[current].buffer is not None and flats[current].buffer.device != tensor.device:
+            if not flats[current].fits(0, tensor.device):
                 flats[current] = _Flat(capacity)
         if num_bytes > capacity:
             yield [(name, tensor.detach().to(dtype, copy=True))]

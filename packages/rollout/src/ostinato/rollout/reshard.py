@@ -56,7 +56,7 @@ class _Watched:
         if missing:
             raise WeightMismatchError(
                 f"reshard: the source ended without {', '.join(missing[:8])} ({len(missing)} of its own specs). "
-                "The rollout engine stays unusable until a whole load; `weights()` must yield all that `specs()` names.",
+                "The rollout engine stays unusable until a whole load; `weights()` must yield all of `specs()`.",
                 missing=missing,
             )
 

@@ -125,13 +125,15 @@ class HfRollout:
 
     def _build(self, model_path: str | Path, model_config: Any) -> Any:
         dtype = self._config.torch_dtype
+        model: Any
         if self._config.load_format == "dummy":
             with no_init_weights(), self._device:
                 model = AutoModelForCausalLM.from_config(model_config, dtype=dtype)
             # Tying is part of the initialisation that was skipped.
             model.tie_weights()
         else:
-            model = AutoModelForCausalLM.from_pretrained(model_path, dtype=dtype).to(self._device)
+            model = AutoModelForCausalLM.from_pretrained(model_path, dtype=dtype)
+            torch.nn.Module.to(model, self._device)
         return model.eval().requires_grad_(False)
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ostinato.rollout.testing.conformance import run_conformance
+from ostinato.rollout.testing.conformance import Setting, checks, run_conformance
 from ostinato.rollout.testing.models import ModuleWeights, make_prompts, save_tiny_model
 
-__all__ = ["ModuleWeights", "make_prompts", "run_conformance", "save_tiny_model"]
+__all__ = ["ModuleWeights", "Setting", "checks", "make_prompts", "run_conformance", "save_tiny_model"]

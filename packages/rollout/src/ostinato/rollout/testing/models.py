@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def save_tiny_model(
-    path: str | Path, *, tied: bool = True, seed: int = 0, scale: float = 0.3, **overrides: Any
+    path: str | Path, *, tied: bool = True, seed: int = 0, scale: float = 0.1, **overrides: Any
 ) -> torch.nn.Module:
     """Write a random Qwen2 of 2 layers, hidden size 128 and 512 tokens (0.36 M parameters) and return it in float32.
 
