@@ -4,6 +4,14 @@ from __future__ import annotations
 
 from ostinato.algos.advantages import gae, optimal_token_baseline, reinforce_plus_plus, remax
 from ostinato.algos.aggregate import AGGREGATION_MODES, aggregate, count_valid
+from ostinato.algos.correction import (
+    IMPORTANCE_LEVELS,
+    REJECTION_KINDS,
+    RolloutCorrection,
+    rollout_correction,
+    rollout_probs_diff,
+)
+from ostinato.algos.covariance import clip_cov, kl_cov, select_clip_cov, select_kl_cov
 from ostinato.algos.errors import (
     AlgosError,
     ArgumentError,
@@ -36,35 +44,45 @@ from ostinato.algos.registry import (
     adv_estimators,
     get_adv_estimator,
     get_policy_loss,
+    get_token_selector,
     keywords,
     policy_losses,
     register_adv_est,
     register_policy_loss,
 )
 from ostinato.algos.rewards import place_outcome, rewards_with_kl
+from ostinato.algos.trust_region import dppo_kl, dppo_tv, dro
 from ostinato.algos.value import response_states, value_loss
 
 __all__ = [
     "AGGREGATION_MODES",
+    "IMPORTANCE_LEVELS",
     "KL_KINDS",
+    "REJECTION_KINDS",
     "AdaptiveKLController",
     "AlgosError",
     "ArgumentError",
     "FixedKLController",
     "PolicyLoss",
+    "RolloutCorrection",
     "ShapeError",
     "SingletonGroupWarning",
     "UnknownNameError",
     "adv_estimators",
     "aggregate",
     "cispo",
+    "clip_cov",
     "count_valid",
+    "dppo_kl",
+    "dppo_tv",
+    "dro",
     "full_kl",
     "gae",
     "gdpo",
     "geo_mean",
     "get_adv_estimator",
     "get_policy_loss",
+    "get_token_selector",
     "gpg",
     "gpg_loss",
     "group_index",
@@ -72,6 +90,7 @@ __all__ = [
     "grpo_passk",
     "gspo",
     "keywords",
+    "kl_cov",
     "kl_penalty",
     "masked_mean",
     "masked_sum",
@@ -88,7 +107,11 @@ __all__ = [
     "response_states",
     "rewards_with_kl",
     "rloo",
+    "rollout_correction",
+    "rollout_probs_diff",
     "sapo",
+    "select_clip_cov",
+    "select_kl_cov",
     "token_entropy",
     "token_log_probs",
     "token_log_probs_and_entropy",

@@ -9,7 +9,7 @@ from ostinato.algos._typing import Labels, RowFloats, TokenFloats, TokenMask
 from ostinato.algos.groups import make_groups
 from ostinato.algos.masked import is_valid, masked_whiten, zero_masked
 from ostinato.algos.registry import register_adv_est
-from ostinato.algos.scan import next_valid, policy_ordinal, reverse_scan, reward_to_go
+from ostinato.algos.scan import carry, next_valid, policy_ordinal, reverse_scan, reward_to_go
 
 BASELINE_EPSILON = 1e-8
 
@@ -53,8 +53,7 @@ def gae(
     rewards = zero_masked(token_level_rewards.to(torch.float64), valid)
     v = zero_masked(values.to(torch.float64), valid)
     delta = zero_masked(rewards + gamma * next_valid(v, valid) - v, valid)
-    carry = torch.where(valid, gamma * lam, 1.0).to(torch.float64)
-    advantages = zero_masked(reverse_scan(delta, carry), valid)
+    advantages = zero_masked(reverse_scan(delta, carry(valid, gamma * lam)), valid)
     dtype = token_level_rewards.dtype
     return masked_whiten(advantages, valid).to(dtype), (advantages + v).to(dtype)
 
@@ -157,8 +156,8 @@ def optimal_token_baseline(
         ShapeError: the shapes differ.
 
     Source:
-        Greensmith et al. 2004, "Variance reduction techniques for gradient estimates" (the optimal constant baseline), for
-        each position, with the squared norm in logit space as weight.
+        Greensmith et al. 2004, "Variance reduction techniques for gradient estimates" (the optimal constant baseline),
+        for each position, with the squared norm in logit space as weight.
     """
     where = "optimal_token_baseline"
     check_two_dims(where, "token_level_rewards", token_level_rewards)

@@ -239,7 +239,9 @@ def sapo(
     """
     check_positive("sapo", tau_pos=tau_pos, tau_neg=tau_neg)
     tokens = read_tokens("sapo", log_probs, old_log_probs, advantages, response_mask, weights)
-    tau = torch.where(tokens.advantages > 0, tau_pos, tau_neg).to(tokens.log_probs.dtype)
+    # A Python number in `where` would come in as float32, whatever the dtype of the rest.
+    one = torch.ones_like(tokens.log_probs).detach()
+    tau = torch.where(tokens.advantages > 0, one * tau_pos, one * tau_neg)
     gate = torch.sigmoid(tau * (tokens.ratio - 1.0)) * (4.0 / tau)
     loss = -tokens.advantages * gate
     return tokens.result(loss, pg_clipfrac=_zeros(loss), pg_clipfrac_lower=_zeros(loss))

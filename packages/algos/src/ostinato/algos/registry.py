@@ -12,6 +12,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 _ADV_ESTIMATORS: dict[str, Callable[..., Any]] = {}
 _POLICY_LOSSES: dict[str, Callable[..., Any]] = {}
+_TOKEN_SELECTORS: dict[str, Callable[..., Any]] = {}
 
 
 def _register(kind: str, table: dict[str, Callable[..., Any]], name: str) -> Callable[[F], F]:
@@ -46,7 +47,7 @@ def register_adv_est(name: str) -> Callable[[F], F]:
     return _register("advantage estimator", _ADV_ESTIMATORS, name)
 
 
-def register_policy_loss(name: str) -> Callable[[F], F]:
+def register_policy_loss(name: str, *, selector: Callable[..., Any] | None = None) -> Callable[[F], F]:
     """Decorator: make a policy loss known as `name`.
 
     The function is called as `fn(log_probs, old_log_probs, advantages, response_mask, *, its own keywords, weights)`
@@ -54,6 +55,7 @@ def register_policy_loss(name: str) -> Callable[[F], F]:
 
     Args:
         name: the value of `actor.policy_loss.loss_mode`.
+        selector: how to choose the tokens that the loss takes as its keyword `selected`, see `get_token_selector`.
 
     Returns:
         The decorator; it gives the function back unchanged.
@@ -61,7 +63,15 @@ def register_policy_loss(name: str) -> Callable[[F], F]:
     Raises:
         ArgumentError: another function has the name.
     """
-    return _register("policy loss", _POLICY_LOSSES, name)
+    add = _register("policy loss", _POLICY_LOSSES, name)
+
+    def add_both(fn: F) -> F:
+        fn = add(fn)
+        if selector is not None:
+            _TOKEN_SELECTORS[name] = selector
+        return fn
+
+    return add_both
 
 
 def get_adv_estimator(name: str) -> Callable[..., Any]:
@@ -84,6 +94,23 @@ def get_policy_loss(name: str) -> Callable[..., Any]:
     if name not in _POLICY_LOSSES:
         raise unknown_name("actor.policy_loss.loss_mode", name, _POLICY_LOSSES)
     return _POLICY_LOSSES[name]
+
+
+def get_token_selector(name: str) -> Callable[..., Any] | None:
+    """How the policy loss called `name` chooses tokens over a whole mini-batch, where it does.
+
+    Such a loss takes a keyword `selected`, a mask like `response_mask`. It is made once a mini-batch, from the values
+    of all its micro-batches and ranks after a forward pass without gradient:
+    `selector(log_probs, advantages, response_mask, **its own keywords) -> mask`, tensors of any one shape.
+
+    Returns:
+        The selector, or None where the loss needs none.
+
+    Raises:
+        UnknownNameError: no such loss; the text lists the known ones.
+    """
+    get_policy_loss(name)
+    return _TOKEN_SELECTORS.get(name)
 
 
 def adv_estimators() -> tuple[str, ...]:

@@ -37,6 +37,12 @@ def reverse_scan(x: Tensor, coefficient: Tensor) -> Tensor:
     return x
 
 
+def carry(valid: Tensor, coefficient: float) -> Tensor:
+    """Coefficients of `reverse_scan`: `coefficient` at a policy token, 1 across a masked position; float64."""
+    one = torch.ones((), dtype=torch.float64, device=valid.device)
+    return torch.where(valid, one * coefficient, one)
+
+
 def reward_to_go(rewards: Tensor, response_mask: Tensor, gamma: float) -> Tensor:
     """G_t = r_t + γ·G_{t+1} over policy tokens, in float64; masked positions are carried across without a decay step.
 
@@ -49,8 +55,7 @@ def reward_to_go(rewards: Tensor, response_mask: Tensor, gamma: float) -> Tensor
         (B, R) float64, exactly 0 under the mask.
     """
     valid = is_valid(response_mask)
-    decay = torch.where(valid, gamma, 1.0).to(torch.float64)
-    return zero_masked(reverse_scan(zero_masked(rewards.to(torch.float64), valid), decay), valid)
+    return zero_masked(reverse_scan(zero_masked(rewards.to(torch.float64), valid), carry(valid, gamma)), valid)
 
 
 def next_valid(values: Tensor, response_mask: Tensor) -> Tensor:
