@@ -114,7 +114,7 @@ def _write(model_type: Any, config: Any, path: Path, seed: int, tokenizer: bool)
 
 
 def byte_tokenizer() -> Any:
-    """Make a tokenizer whose token ids are the bytes of the text, and three special tokens."""
+    """Make a tokenizer with one token a byte and three special tokens."""
     from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
     from tokenizers.models import BPE
     from transformers import PreTrainedTokenizerFast
@@ -129,5 +129,6 @@ def byte_tokenizer() -> Any:
         pad_token="<pad>",
         bos_token="<bos>",
         eos_token="<eos>",
+        unk_token="<pad>",  # bytes know no unknown token; without this, some tokenizer classes add their own
         chat_template=_TEMPLATE,
     )

@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from ostinato.rollout.base import TensorSpec
+from ostinato.workers.core.config import ModelConfig, OptimConfig
+from ostinato.workers.core.export import export_hf
+from ostinato.workers.core.testing import PlainEngine, tiny_causal_lm
+
+
+class Weights:
+    def __init__(self, weights: dict[str, torch.Tensor]) -> None:
+        self.kept = weights
+        self.streamed = 0
+
+    def specs(self):
+        return {name: TensorSpec(tuple(weight.shape), weight.dtype) for name, weight in self.kept.items()}
+
+    def weights(self):
+        for item in self.kept.items():
+            self.streamed += 1
+            yield item
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_export_is_a_folder_that_transformers_reads(tmp_path, tied):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = ModelConfig(path=str(tiny_causal_lm(tmp_path / "base", tie_word_embeddings=tied)))
+    engine = PlainEngine("lm", model, OptimConfig(lr=1e-2))
+    engine.build()
+    with torch.no_grad():
+        for parameter in engine.model.parameters():
+            parameter.add_(0.01)
+    export_hf(engine.weight_source(), model, tmp_path / "out", head="lm", writes=True)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    ids = torch.arange(10)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(ids).logits, engine.model(ids).logits, rtol=1e-5, atol=1e-5)
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert {"config.json", "model.safetensors", "generation_config.json"} <= names
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").eos_token == "<eos>"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "out"]
+
+
+def test_export_keeps_the_dtype_of_the_folder(tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    base = tiny_causal_lm(tmp_path / "base")
+    AutoModelForCausalLM.from_pretrained(base).to(torch.bfloat16).save_pretrained(base)
+    model = ModelConfig(path=str(base))
+    engine = PlainEngine("lm", model, OptimConfig())
+    engine.build()
+    export_hf(engine.weight_source(), model, tmp_path / "out", head="lm", writes=True)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert loaded.dtype == torch.bfloat16
+    for (name, weight), (_, own) in zip(loaded.named_parameters(), engine.model.named_parameters(), strict=True):
+        assert torch.equal(weight.float(), own), name
+
+
+def test_export_streams_on_every_rank_and_writes_on_one(tmp_path, lm_path):
+    source = Weights({"a": torch.zeros(1), "b": torch.zeros(1)})
+    export_hf(source, ModelConfig(path=str(lm_path)), tmp_path / "out", head="lm", writes=False)
+    assert source.streamed == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_export_refuses_weights_of_another_model_and_leaves_the_old_folder(tmp_path, lm_path):
+    model = ModelConfig(path=str(lm_path))
+    engine = PlainEngine("lm", model, OptimConfig())
+    engine.build()
+    export_hf(engine.weight_source(), model, tmp_path / "out", head="lm", writes=True)
+    before = (tmp_path / "out" / "model.safetensors").read_bytes()
+    weights = dict(engine.weight_source().weights())
+    weights["stranger"] = weights.pop("model.norm.weight")
+    with pytest.raises(ValueError, match=r"model\.norm\.weight.*stranger"):
+        export_hf(Weights(weights), model, tmp_path / "out", head="lm", writes=True)
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == before
+
+
+def test_export_replaces_an_older_folder(tmp_path, lm_path):
+    model = ModelConfig(path=str(lm_path))
+    engine = PlainEngine("lm", model, OptimConfig())
+    engine.build()
+    for _ in range(2):
+        export_hf(engine.weight_source(), model, tmp_path / "out", head="lm", writes=True)
+        (tmp_path / "out" / "stale").touch()
+    export_hf(engine.weight_source(), replace(model), tmp_path / "out", head="lm", writes=True)
+    assert not (tmp_path / "out" / "stale").exists()
