@@ -62,6 +62,12 @@ def extract_answer(solution_str: str, method: Method = "strict") -> Decimal | No
     return value
 
 
+def answer(solution_str: str, method: Method = "strict") -> str:
+    """Return the answer in one way of writing it, for votes; empty where there is none."""
+    value = extract_answer(solution_str, method)
+    return "" if value is None else f"{value.normalize():f}"
+
+
 def compute_score(
     data_source: str,
     solution_str: str,

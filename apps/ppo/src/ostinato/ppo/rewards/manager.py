@@ -142,8 +142,8 @@ class RewardFunction:
     def _rows(self, data: DataProto, mask: torch.Tensor, numbers: np.ndarray) -> list[Row]:
         """What the scorers get of the rows to score."""
         assert data.batch is not None
-        responses = data.batch["responses"]
-        sampled = [responses[number][mask[number]].tolist() for number in numbers]
+        responses, valid = data.batch["responses"].cpu().numpy(), mask.cpu().numpy()
+        sampled = [responses[number][valid[number]].tolist() for number in numbers]
         texts = self._tokenizer.batch_decode(sampled, skip_special_tokens=True)
         columns = data.non_tensor_batch
         sources, models = columns["data_source"][numbers], columns["reward_model"][numbers]

@@ -35,6 +35,11 @@ def last_boxed(text: str) -> str | None:
     return content
 
 
+def answer(solution_str: str) -> str:
+    """Return the answer as it is written, for votes; empty where there is none."""
+    return last_boxed(solution_str) or ""
+
+
 def prepare() -> None:
     """Import what scoring needs, so that no row's time limit pays for it."""
     _parse("1")

@@ -222,9 +222,11 @@ class _Run:
         if kind == INVALID:
             raise ScorerError(f"the reward function cannot be loaded: {message[1]}")
         if kind == READY:
-            process.ready, process.deadline, self.failed_starts = True, None, 0
+            process.ready, process.deadline = True, None
             return
-        if kind != BEGUN:
+        if kind == BEGUN:
+            process.begun, self.failed_starts = True, 0
+        else:
             number = process.pending.popleft()
             if kind == SCORED:
                 self.settle(number, Outcome(message[1], message[2]))
@@ -244,17 +246,18 @@ class _Run:
 
     def overdue(self, process: ScorerProcess) -> None:
         """End a process whose call, or start, takes too long."""
-        if not process.ready:
+        if not process.begun:
             raise ScorerError(f"the reward function did not load within {process.start_timeout:g} s")
         self.lose(process, "timeout", f"no result within {self.pool.timeout:g} s")
 
     def gone(self, process: ScorerProcess) -> None:
         """Take note of a process that has ended by itself."""
         text = process.exit_text()
-        if process.ready:
+        if process.begun:
             self.lose(process, "error", text)
             return
         self.failed_starts += 1
+        self.waiting.extendleft(reversed(process.pending))
         self.remove(process)
         if self.failed_starts >= FAILED_STARTS:
             raise ScorerError(f"scoring processes end before they are ready: {text}; see the error output above")

@@ -29,14 +29,15 @@ class ScorerProcess:
 
     Attributes:
         connection: readable when there is something to receive, or the child is gone.
-        ready: it has loaded its scorers.
+        ready: it has loaded its recipe.
+        begun: it has loaded the scorers of the rows that it was given, and scores.
         pending: the numbers of the rows it was given and has not answered; the first is the one under way.
         deadline: monotonic time at which what it is doing counts as stuck; None while it is idle.
     """
 
     def __init__(self, recipe: Recipe, memory_limit_mb: int, start_timeout: float) -> None:
         self.connection, theirs = Pipe(duplex=True)
-        self.ready = False
+        self.ready = self.begun = False
         self.pending: deque[int] = deque()
         self.start_timeout = start_timeout
         self.deadline: float | None = time.monotonic() + start_timeout
@@ -61,6 +62,7 @@ class ScorerProcess:
             ConnectionError: the child is gone; it has taken no row.
         """
         self.connection.send(list(rows))
+        self.begun = False
         self.pending.extend(numbers)
         self.deadline = time.monotonic() + self.start_timeout
 

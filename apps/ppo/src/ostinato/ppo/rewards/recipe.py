@@ -91,7 +91,8 @@ class Resolver:
         """Return the scorer of a data source and the keyword arguments it gets on top.
 
         A scorer's module may have a function `prepare()`: it is called once here, so that slow imports do not count
-        against a row's time limit.
+        against a row's time limit. It may also have `answer(solution_str, **kwargs)`: what that returns is reported as
+        `pred`, so that validation can count votes.
         """
         if self._custom is not None:
             return self._custom
@@ -101,7 +102,7 @@ class Resolver:
                 prepare()
             taken = _own_keywords(scorer)
             kwargs = {name: value for name, value in self._recipe.kwargs.items() if name in taken}
-            self._loaded[data_source] = scorer, kwargs
+            self._loaded[data_source] = _with_answer(scorer), kwargs
         return self._loaded[data_source]
 
     def score(self, row: Row) -> tuple[float, dict[str, float | str]]:
@@ -116,6 +117,19 @@ class Resolver:
                 **kwargs,
             )
         )
+
+
+def _with_answer(scorer: Scorer) -> Scorer:
+    """The scorer, with what its module's `answer` says put beside a plain score as `pred`."""
+    answer = getattr(inspect.getmodule(scorer), "answer", None)
+    if answer is None:
+        return scorer
+
+    def score_and_answer(*, solution_str: str, **others: Any) -> dict[str, Any]:
+        own = {name: value for name, value in others.items() if name not in _STANDARD}
+        return {"score": scorer(solution_str=solution_str, **others), "pred": answer(solution_str, **own)}
+
+    return score_and_answer
 
 
 def read_result(result: Any) -> tuple[float, dict[str, float | str]]:
