@@ -1,0 +1,151 @@
+"""What happens to a group call on Ray when a rank raises, ends or is killed."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+import torch
+
+from ostinato.controller import (
+    CallTimedOut,
+    ControllerError,
+    GroupStopped,
+    LocalBackend,
+    ResourcePool,
+    ResourcePoolManager,
+    WorkerDied,
+    WorkerFailed,
+    WorkerSpec,
+)
+from ostinato.controller.ray import RayBackend, init_ray, shutdown_ray
+from ostinato.controller.testing import EchoWorker, FailsToBuild, FaultyWorker
+from ostinato.protocol import DataProto
+
+
+@pytest.fixture(scope="module")
+def ray_here():
+    # Of the module and not of the session: other modules start a Ray of their own.
+    pytest.importorskip("ray")
+    init_ray(num_cpus=1, object_store_memory=100 * 1024**2, log_to_driver=False)
+    yield
+    shutdown_ray()
+
+
+@pytest.fixture
+def backend_of(ray_here):
+    backends = []
+
+    def make(processes: int, **options) -> RayBackend:
+        backends.append(RayBackend(ResourcePoolManager([ResourcePool("p", [processes])]), grace_s=1.0, **options))
+        return backends[-1]
+
+    yield make
+    for backend in backends:
+        backend.shutdown()
+
+
+def wait_until_gone(pids: list[int], seconds: float = 10.0) -> list[int]:
+    deadline = time.monotonic() + seconds
+    while (left := [pid for pid in pids if os.path.exists(f"/proc/{pid}")]) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return left
+
+
+@pytest.mark.parametrize(
+    ("how", "processes", "reason"),
+    [
+        ("sys.exit", 4, r"called sys.exit\(3\)"),
+        ("os._exit", 2, r"its process ended \(ActorDiedError\)"),
+        ("kill", 2, r"its process ended \(ActorDiedError\)"),
+    ],
+)
+def test_death_of_one_rank_ends_the_call_and_stops_the_others(backend_of, how, processes, reason):
+    """H-11: one rank exits, the others sleep for a minute; the call ends within seconds and names the rank."""
+    groups = backend_of(processes).launch({"bad": WorkerSpec(FaultyWorker), "echo": WorkerSpec(EchoWorker)})
+    pids = groups["bad"].pid()
+    begun = time.monotonic()
+    with pytest.raises(WorkerDied, match=rf"role 'bad', rank 1 on node .*method 'fail': {reason}") as caught:
+        groups["bad"].fail(how, 1, others_wait_s=60.0)
+    assert time.monotonic() - begun < 10
+    assert caught.value.rank == 1
+    assert wait_until_gone(pids) == []
+    for call in (groups["bad"].pid, groups["echo"].describe):
+        with pytest.raises(GroupStopped, match="rank 1"):
+            call()
+
+
+def test_exceptions_and_stuck_ranks(backend_of):
+    group = backend_of(2).launch({"bad": WorkerSpec(FaultyWorker)})["bad"]
+    pids = group.pid()
+
+    with pytest.raises(ValueError, match="bad row on rank 1") as caught:
+        group.fail("ValueError", 1)
+    cause = caught.value.__cause__
+    assert isinstance(cause, WorkerFailed)
+    assert (cause.role, cause.rank, cause.method) == ("bad", 1, "fail")
+    assert 'raise ValueError(f"bad row' in cause.traceback
+    assert "colocate.py" not in cause.traceback
+    assert any("rank 1" in note for note in caught.value.__notes__)
+
+    with pytest.raises(WorkerFailed, match=r"rank 1.*UnpicklableError: 1 is not 2"):
+        group.fail("unpicklable", 1)
+
+    with pytest.raises(ValueError, match="bad row") as caught:
+        group.fail("ValueError", -1)
+    assert sum("also failed: rank" in note for note in caught.value.__notes__) == 1
+
+    # All ranks had ended: the group goes on.
+    assert group.pid() == pids
+
+    # One raises, the others stay in the call: after the grace they are stopped.
+    begun = time.monotonic()
+    with pytest.raises(ValueError, match="bad row on rank 0") as caught:
+        group.fail("ValueError", 0, others_wait_s=60.0)
+    assert time.monotonic() - begun < 10
+    assert "stopped in the call: rank(s) [1]" in caught.value.__notes__
+    assert wait_until_gone(pids) == []
+    with pytest.raises(GroupStopped, match="bad row"):
+        group.pid()
+
+
+def test_arguments_that_fail_on_the_way_builds_that_fail_and_deadlines(backend_of):
+    backend = backend_of(1, call_timeout_s=1.0)
+    with pytest.raises(FileNotFoundError, match="no model for rank 0"):
+        backend.launch({"model": WorkerSpec(FailsToBuild)})
+    groups = backend.launch({"bad": WorkerSpec(FaultyWorker), "echo": WorkerSpec(EchoWorker)})
+    with pytest.raises(WorkerFailed, match=r"'echo', rank 0.*'mine': the call could not be run"):
+        groups["echo"].mine(BreaksOnArrival())
+    pending = groups["echo"].echo_later(DataProto.from_dict({"x": torch.arange(2)}), seconds=30.0)
+    with pytest.raises(CallTimedOut, match=r"'echo', method 'echo_later': no answer within 1 s from rank\(s\) 0 on"):
+        pending.get()
+    with pytest.raises(CallTimedOut):
+        pending.get()
+
+
+def test_local_build_that_fails_comes_as_its_own_type():
+    with pytest.raises(FileNotFoundError, match="no model for rank 0"):
+        LocalBackend().launch({"model": WorkerSpec(FailsToBuild)})
+
+
+def test_local_worker_that_exits_does_not_end_the_driver():
+    backend = LocalBackend()
+    group = backend.launch({"bad": WorkerSpec(FaultyWorker)})["bad"]
+    with pytest.raises(WorkerDied, match=r"role 'bad', rank 0.*called sys.exit\(3\)"):
+        group.fail("sys.exit", 0)
+    with pytest.raises(ValueError, match="bad row on rank 0"):
+        group.fail("ValueError", 0)
+    backend.shutdown()
+
+
+class BreaksOnArrival:
+    """Pickles, and fails to unpickle."""
+
+    def __reduce__(self):
+        return (int, ("not a number",))
+
+
+def test_errors_share_one_root():
+    for error in (WorkerDied, WorkerFailed, GroupStopped, CallTimedOut):
+        assert issubclass(error, ControllerError)
