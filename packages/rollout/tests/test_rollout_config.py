@@ -54,7 +54,8 @@ def test_config_knows_every_engine_without_installing_it(name):
         ("gpu_memory_utilization", 1.01), ("dtype", "int8"), ("seed", -1), ("ignore_eos", "yes"),
         ("enforce_eager", None), ("free_cache_engine", 0), ("max_num_seqs", 0), ("max_num_batched_tokens", 0),
         ("max_model_len", 512), ("load_format", "magic"), ("update_weights_bucket_megabytes", 0),
-        ("log_prob_micro_batch_size_per_gpu", 0), ("log_prob_use_dynamic_bsz", 2), ("log_prob_max_token_len_per_gpu", 0),
+        ("log_prob_micro_batch_size_per_gpu", 0), ("log_prob_use_dynamic_bsz", 2),
+        ("log_prob_max_token_len_per_gpu", 0),
     ],
 )  # fmt: skip
 def test_config_refuses_with_the_dotted_key(key, value):

@@ -82,7 +82,7 @@ def test_reconcile_resolves_each_name_against_the_live_model():
 
 def test_reconcile_refuses_two_names_for_one_place():
     source = {"a.weight": TensorSpec((1,), F32), "a.base_layer.weight": TensorSpec((1,), F32)}
-    with pytest.raises(WeightMismatchError, match="same place as a.weight"):
+    with pytest.raises(WeightMismatchError, match=r"same place as a\.weight"):
         reconcile(source, {"a.weight": TensorSpec((1,), F32)})
 
 

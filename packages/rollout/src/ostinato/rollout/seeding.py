@@ -60,7 +60,7 @@ def row_uniforms(seed: int, step: int, rollout_ids: np.ndarray, start: int, coun
     )
     pairs = [(words[i] << _SHIFT | words[i + 1]) >> np.uint64(12) for i in (0, 2)]
     uniforms = (np.stack(pairs, axis=-1).astype(np.float64) + 0.5) / 2.0**52
-    return uniforms.reshape(len(ids), -1)[:, :count]
+    return uniforms.reshape(len(ids), 2 * blocks.shape[1])[:, :count]
 
 
 def row_seeds(seed: int, step: int, rollout_ids: np.ndarray) -> np.ndarray:
