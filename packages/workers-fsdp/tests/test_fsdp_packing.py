@@ -20,7 +20,7 @@ class _Logits(torch.nn.Module):
         super().__init__()
         self.logits = logits
 
-    def forward(self, input_ids, position_ids=None, attention_mask=None, use_cache=None):
+    def forward(self, input_ids, position_ids=None, attention_mask=None, use_cache=None, **boundaries):
         assert attention_mask is None
         assert use_cache is False
         return type("Output", (), {"logits": self.logits[None, : input_ids.shape[1]]})

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification, PretrainedConfig
 
 from ostinato.workers.core.config import ModelConfig
+from ostinato.workers.fsdp.attention import VARLEN, registered_name
 from ostinato.workers.fsdp.config import FsdpConfig, torch_dtype
 from ostinato.workers.fsdp.errors import ModelLoadError
 from ostinato.workers.fsdp.packing import Head
@@ -55,6 +56,17 @@ def read_config(model: ModelConfig, head: Head) -> PretrainedConfig:
     return config
 
 
+def attention(model: ModelConfig) -> str:
+    """Name of the attention, as transformers knows it; `override_config.attn_implementation`, sdpa where absent."""
+    name = model.override_config.get(ATTENTION, "sdpa")
+    if name == VARLEN and not model.use_remove_padding:
+        raise ModelLoadError(
+            f"model.override_config.{ATTENTION}: {VARLEN} runs packed rows only; set model.use_remove_padding=True or "
+            f"{ATTENTION}=sdpa."
+        )
+    return registered_name(name)
+
+
 def _auto_class(head: Head) -> Any:
     return AutoModelForCausalLM if head == "lm" else AutoModelForTokenClassification
 
@@ -79,7 +91,7 @@ def make_meta_module(model: ModelConfig, config: PretrainedConfig, head: Head, d
         module = _auto_class(head).from_config(
             config,
             dtype=dtype,
-            attn_implementation=model.override_config.get(ATTENTION, "sdpa"),
+            attn_implementation=attention(model),
             trust_remote_code=model.trust_remote_code,
         )
     _finish_head(module, config)
@@ -106,7 +118,7 @@ def load_full_module(
         model.path,
         config=config,
         dtype=dtype,
-        attn_implementation=model.override_config.get(ATTENTION, "sdpa"),
+        attn_implementation=attention(model),
         trust_remote_code=model.trust_remote_code,
         output_loading_info=True,
     )

@@ -53,15 +53,21 @@ def _packed_logits(module: nn.Module, packed: PackedRows, head: Head) -> torch.T
     rows see each other. A micro-batch without tokens runs one token that nothing reads, because the other ranks are
     waiting in the same collectives.
     """
-    input_ids, position_ids = packed.input_ids, packed.position_ids
+    input_ids, position_ids, cu_seqlens = packed.input_ids, packed.position_ids, packed.cu_seqlens
     if input_ids.numel() == 0:
         input_ids = position_ids = input_ids.new_zeros(1)
+        cu_seqlens = torch.tensor([0, 1], dtype=torch.int32, device=input_ids.device)
     selects = head == "lm" and selects_logits(module)
     logits = module(
         input_ids=input_ids[None],
         position_ids=position_ids[None],
         attention_mask=None,
         use_cache=False,
+        # Read by attentions that want boundaries in place of a mask; the others ignore them.
+        cu_seq_lens_q=cu_seqlens,
+        cu_seq_lens_k=cu_seqlens,
+        max_length_q=max(packed.max_seqlen, 1),
+        max_length_k=max(packed.max_seqlen, 1),
         **({"logits_to_keep": packed.predict} if selects else {}),
     ).logits[0]
     return logits if selects else logits[packed.predict]

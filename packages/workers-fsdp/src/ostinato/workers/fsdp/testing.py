@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ostinato.workers.core.testing import conformance
-from ostinato.workers.core.testing.oracle import MakeEngine
+from ostinato.workers.core.testing.oracle import MakeEngine, assert_same_weights, make_rows, start
 from ostinato.workers.fsdp.config import FsdpConfig
 from ostinato.workers.fsdp.engine import FsdpEngine
 from ostinato.workers.fsdp.mesh import build_mesh, shard_group
@@ -38,6 +38,53 @@ def check_shard_norms(device: torch.device, fsdp_size: int) -> None:
     torch.testing.assert_close(parameter.grad, torch.tensor([mine / 5, 0.0], device=device))
 
 
+def check_device_memory(make_engine: MakeEngine, workspace: Path) -> None:
+    """H-56 on a GPU: offload frees the device, and weights and checkpoints work from host memory."""
+    plain, moving = start(make_engine, workspace / "lm"), start(make_engine, workspace / "lm")
+    rows = make_rows(4, seed=1)
+    assert plain.train(rows) == moving.train(rows)
+    module, optimizer = moving.engine._module, moving.engine._optimizer  # pyright: ignore[reportAttributeAccessIssue]
+    moving.engine.offload()
+    tensors = [*module.parameters(), *(state["exp_avg"] for state in optimizer.state.values())]
+    places = {tensor.to_local().device.type for tensor in tensors}
+    assert places == {"cpu"}, f"offload left tensors on {places}"
+    assert_same_weights(moving.state(), plain.state(), rtol=0)
+    path = workspace / "checkpoints" / "offloaded"
+    moving.engine.save(path)
+    moving.engine.load(path)
+    moving.engine.onload()
+    assert plain.train(rows) == moving.train(rows)
+    assert_same_weights(moving.state(), plain.state(), rtol=0)
+
+
+def check_half_precision(workspace: Path) -> None:
+    """The default number types of a GPU: bf16 products, float32 outputs, both attentions within bf16's rounding."""
+    exact = start(fsdp(), workspace / "lm")
+    rows = make_rows(8, seed=2)
+    expected = exact.outputs(rows, 8)
+    for attention in ("sdpa", "varlen"):
+        half = start(
+            partial(FsdpEngine, engine=FsdpConfig()),
+            workspace / "lm",
+            override_config={"attn_implementation": attention},
+        )
+        got = half.outputs(rows, 8)
+        assert got is not None
+        assert expected is not None
+        error = (got[0]["log_probs"] - expected[0]["log_probs"]).abs().max().item()
+        assert error < 0.3, f"{attention}: log-probabilities differ by {error}"
+        assert half.engine.weight_source().specs()["lm_head.weight"].dtype == torch.bfloat16
+        assert half.train(rows)[1].grad_norm > 0
+
+
+def one_gpu(workspace: Path) -> list[str]:
+    """Everything that one GPU is asked to do."""
+    passed = conformance.run_checks(fsdp(), workspace)
+    check_device_memory(fsdp(), workspace)
+    check_half_precision(workspace)
+    return passed
+
+
 def two_ranks(workspace: Path, device_type: str = "cpu") -> list[str]:
     """Everything that two ranks are asked to do; names of what passed."""
     check_shard_norms(torch.device(device_type), 2)
@@ -52,6 +99,9 @@ def two_ranks(workspace: Path, device_type: str = "cpu") -> list[str]:
     }
     for name, config in variants.items():
         passed += [f"{check}[{name}]" for check in conformance.run_checks(fsdp(**config), workspace, few)]
+    check_device_memory(fsdp(), workspace)
+    if device_type == "cuda":
+        check_half_precision(workspace)
     conformance.save_for_other_world(fsdp(), workspace)
     return passed
 

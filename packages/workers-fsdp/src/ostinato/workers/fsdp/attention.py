@@ -1,0 +1,120 @@
+"""Attention over packed rows whose cost grows with the rows' lengths, not with the length of the pack.
+
+transformers' own `sdpa` keeps packed rows apart with a dense T × T mask and computes all of it. `varlen` hands the
+rows' boundaries to PyTorch's variable-length kernel instead: no mask, and no work between rows.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+
+from ostinato.workers.fsdp.errors import ModelLoadError
+
+VARLEN = "varlen"
+_REGISTERED = "ostinato_varlen"
+
+
+def registered_name(name: str) -> str:
+    """The name under which transformers knows an attention; `varlen` is registered there when first asked for."""
+    if name != VARLEN:
+        return name
+    AttentionInterface.register(_REGISTERED, varlen_attention)
+    return _REGISTERED
+
+
+def varlen_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    max_length_q: int | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """Causal attention inside each row, with transformers' calling convention.
+
+    Half precision on a GPU runs PyTorch's variable-length kernel; anything else runs row by row.
+
+    Args:
+        module: The attention layer; only for error texts.
+        query: (1, H, T, D), all rows of a pack.
+        key: (1, G, T, D), H a multiple of G.
+        value: (1, G, T, D).
+        attention_mask: None; rows are told apart by `cu_seq_lens_q`.
+        scaling: Factor of the scores; None is 1/sqrt(D).
+        sliding_window: How many tokens back a token sees, itself included; None is all.
+        cu_seq_lens_q: (b + 1,) int32, where each row begins; the last entry is T.
+        max_length_q: Length of the longest row.
+        others: What layers pass to every attention. A changed score (soft cap, sinks) is refused.
+
+    Returns:
+        (1, T, H, D), and None where other attentions give their weights.
+    """
+    refused = [name for name in ("softcap", "s_aux", "position_bias") if others.get(name) is not None]
+    if refused or attention_mask is not None or cu_seq_lens_q is None or max_length_q is None:
+        why = f"{type(module).__name__} needs {refused[0]}" if refused else "rows came without their boundaries"
+        raise ModelLoadError(
+            f"attn_implementation={VARLEN}: {why}, which this attention does not do. Set "
+            "model.override_config.attn_implementation=sdpa."
+        )
+    window = (-1 if sliding_window is None else sliding_window - 1, 0)
+    if query.device.type == "cuda" and query.dtype in (torch.bfloat16, torch.float16):
+        return _kernel(query, key, value, scaling, window, cu_seq_lens_q, max_length_q)[None], None
+    return _row_by_row(query, key, value, scaling, window[0], cu_seq_lens_q), None
+
+
+def _kernel(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scaling: float | None,
+    window: tuple[int, int],
+    cu_seqlens: torch.Tensor,
+    longest: int,
+) -> torch.Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    groups = query.shape[1] // key.shape[1]
+    arguments: dict[str, Any] = {"scale": scaling, "window_size": window}
+    if "enable_gqa" in inspect.signature(varlen_attn).parameters:
+        arguments["enable_gqa"] = groups > 1
+    elif groups > 1:
+        key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    out = varlen_attn(q, k, v, cu_seqlens, cu_seqlens, longest, longest, **arguments)
+    assert isinstance(out, torch.Tensor)
+    return out
+
+
+def _row_by_row(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scaling: float | None,
+    back: int,
+    cu_seqlens: torch.Tensor,
+) -> torch.Tensor:
+    groups = query.shape[1] // key.shape[1]
+    lengths = cu_seqlens.diff().tolist()
+    rows = zip(*(x.split(lengths, dim=2) for x in (query, key, value)), strict=True)
+    parts = []
+    for q, k, v in rows:
+        length = q.shape[2]
+        mask = None
+        if back >= 0:
+            place = torch.arange(length, device=q.device)
+            gap = place[:, None] - place
+            mask = (gap >= 0) & (gap <= back)
+        k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
+        out = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling)
+        parts.append(out.transpose(1, 2))
+    return torch.cat(parts, dim=1)

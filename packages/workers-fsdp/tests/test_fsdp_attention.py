@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ostinato.workers.core.config import ModelConfig
+from ostinato.workers.core.testing.conformance import assert_near
+from ostinato.workers.core.testing.oracle import STILL, make_rows, start
+from ostinato.workers.fsdp import FsdpEngine
+from ostinato.workers.fsdp.attention import varlen_attention
+from ostinato.workers.fsdp.errors import ModelLoadError
+from ostinato.workers.fsdp.testing import fsdp
+
+group = pytest.mark.usefixtures("process_group")
+
+
+@group
+def test_varlen_equals_sdpa(workspace):
+    rows = make_rows(6, seed=1)
+    for name, head in (("lm", "lm"), ("tied", "lm"), ("value", "value")):
+        plain = start(fsdp(), workspace / name, head=head, optim=STILL)
+        varlen = start(
+            fsdp(), workspace / name, head=head, optim=STILL, override_config={"attn_implementation": "varlen"}
+        )
+        expected, got = plain.train(rows, 6), varlen.train(rows, 6)
+        assert_near("loss", got[0], expected[0])
+        assert_near("gradient norm", got[1].grad_norm, expected[1].grad_norm)
+        assert varlen.train(make_rows(0), 1)[1].grad_norm == 0.0
+
+
+def test_varlen_sliding_window_sees_so_many_tokens():
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(1, heads, 9, 4, generator=generator) for heads in (4, 2, 2))
+    cu_seqlens = torch.tensor([0, 5, 5, 9], dtype=torch.int32)
+    out, _ = varlen_attention(
+        torch.nn.Identity(), query, key, value, None, sliding_window=2, cu_seq_lens_q=cu_seqlens, max_length_q=5
+    )
+    row = torch.tensor([0] * 5 + [2] * 4)
+    gap = torch.arange(9)[:, None] - torch.arange(9)
+    mask = (row[:, None] == row) & (gap >= 0) & (gap < 2)
+    keys, values = key.repeat_interleave(2, 1), value.repeat_interleave(2, 1)
+    expected = torch.nn.functional.scaled_dot_product_attention(query, keys, values, attn_mask=mask).transpose(1, 2)
+    torch.testing.assert_close(out, expected)
+
+
+def test_varlen_refuses_what_it_would_get_wrong():
+    x = torch.zeros(1, 1, 2, 4)
+    cu_seqlens = torch.tensor([0, 2], dtype=torch.int32)
+    for wrong in ({"softcap": 30.0}, {"s_aux": torch.zeros(1)}, {"cu_seq_lens_q": None}):
+        arguments = {"cu_seq_lens_q": cu_seqlens, "max_length_q": 2, **wrong}
+        with pytest.raises(ModelLoadError, match="sdpa"):
+            varlen_attention(torch.nn.Identity(), x, x, x, None, **arguments)
+
+
+@group
+def test_varlen_without_packing_is_refused(workspace):
+    model = ModelConfig(
+        path=str(workspace / "lm"), use_remove_padding=False, override_config={"attn_implementation": "varlen"}
+    )
+    with pytest.raises(ModelLoadError, match="use_remove_padding"):
+        FsdpEngine(head="lm", model=model).build()
