@@ -127,7 +127,7 @@ class PlainEngine:
     def forward_backward(
         self, micro_batches: Sequence[PackedRows], fn: LossFn[T], *, entropy: bool = False
     ) -> list[T] | None:
-        """Run micro-batches with gradients, add them up, and add up the ranks."""
+        """Run micro-batches with gradients and add them up; the ranks are added up in `optimizer_step`."""
         self._need(params=True, optimizer=True)
         self.calls.append("forward_backward")
         collected = []
@@ -136,18 +136,17 @@ class PlainEngine:
             if loss.requires_grad:
                 loss.backward()
             collected.append(extra)
-        for parameter in self.model.parameters():
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            parameter.grad = self.reduce(parameter.grad)
         return collected
 
     def optimizer_step(self) -> StepStats:
-        """Clip, step, advance the schedule, zero the gradients."""
+        """Add up the ranks' gradients, clip, step, advance the schedule, zero the gradients."""
         assert self.optimizer is not None, "the engine is frozen"
         assert self.optim_config is not None, "the engine is frozen"
         self._need(params=True, optimizer=True)
         self.calls.append("optimizer_step")
+        for parameter in self.model.parameters():
+            grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            parameter.grad = self.reduce(grad)
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.optim_config.grad_clip)
         lr = self.optim_config.lr * lr_factor(self.num_steps, self.optim_config)
         finite = bool(torch.isfinite(norm))
@@ -191,6 +190,7 @@ class PlainEngine:
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict() if self.optimizer else None,
             "num_steps": self.num_steps,
+            "random": torch.get_rng_state(),
         }
         torch.save(state, path / "engine.pt")
 
@@ -201,6 +201,7 @@ class PlainEngine:
         if self.optimizer is not None:
             self.optimizer.load_state_dict(state["optimizer"])
         self.num_steps = state["num_steps"]
+        torch.set_rng_state(state["random"])
 
     def _need(self, **parts: bool) -> None:
         missing = [name for name in parts if not self.resident[name]]
