@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import is_dataclass
 from typing import Any
 
 import numpy as np
@@ -87,6 +88,8 @@ def same(a: Any, b: Any) -> bool:
         return all(same(x, y) for x, y in zip(a, b, strict=True))
     if isinstance(a, bool | np.bool_) != isinstance(b, bool | np.bool_):
         return False
+    if is_dataclass(a) and type(a) is type(b):
+        return same(vars(a), vars(b))
     if a != a and b != b:
         return True
     return bool(a == b)
@@ -119,7 +122,9 @@ def same_tensor(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """View a strided tensor's values as bytes: (numel * itemsize,) uint8; copies where it is not contiguous."""
-    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    # Tensors of one element or none may keep any stride, which `view` would refuse.
+    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
 
 
 def copy_containers(value: Any) -> Any:

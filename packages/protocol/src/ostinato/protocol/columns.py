@@ -1,7 +1,7 @@
 """Every column of the system: what it holds, who writes it and who reads it.
 
-Prompts are left-padded to P tokens, responses right-padded to R; B is the number of rows. A batch may carry columns that
-are not declared here (a user's own); nothing of ours reads those.
+Prompts are left-padded to P tokens, responses right-padded to R; B is the number of rows. A batch may carry columns
+that are not declared here (a user's own); nothing of ours reads those.
 """
 
 from __future__ import annotations
@@ -82,7 +82,9 @@ _DECLARED = (
         "ref_log_prob", _F32, _R, "reference.compute_ref_log_prob", ("estimate", "actor"),
         "log-probability under the reference policy; 0 where masked",
     ),
-    Column("values", _F32, _R, "critic.compute_values", ("estimate", "critic"), "value before each token; 0 where masked"),
+    Column(
+        "values", _F32, _R, "critic.compute_values", ("estimate", "critic"), "value before each token; 0 where masked"
+    ),
     Column(
         "token_level_scores", _F32, _R, "reward", ("estimate", "metrics"),
         "score at the token that it was given for, as a rule the last policy token; 0 elsewhere",
@@ -95,7 +97,9 @@ _DECLARED = (
     Column("reward_baselines", _F32, (), "trainer (remax)", ("estimate",), "score of the row's greedy response"),
     Column("rollout_is_weights", _F32, _R, "estimate", ("actor",), "train/rollout correction weight; 0 where masked"),
     Column("mini_batch", _I64, (), "trainer.balance", ("actor", "critic"), "number of the mini-batch of the row"),
-    Column("uid", None, (), "data", ("rollout", "estimate", "metrics"), "label of the prompt; its responses are a group"),
+    Column(
+        "uid", None, (), "data", ("rollout", "estimate", "metrics"), "label of the prompt, whose responses are a group"
+    ),
     Column(
         "rollout_id", None, (), "trainer", ("rollout", "estimate"),
         "number of the rollout within the step; a rollout may come back as several rows",

@@ -84,6 +84,8 @@ _ARRAY_CODES = {
 }  # fmt: skip
 _ARRAY_DTYPES = {code: dtype for dtype, code in _ARRAY_CODES.items()}
 
+_LONGEST_HEADER = 1 << 32
+
 Chunk = bytes | np.ndarray
 Decoded = tuple[dict[str, torch.Tensor], dict[str, np.ndarray], dict[str, Any], int]
 
@@ -237,16 +239,18 @@ def _open(data: memoryview) -> tuple[dict[str, Any], memoryview]:
         raise TruncatedError(f"a DataProto has at least 8 bytes, got {len(data)}")
     (length,) = struct.unpack("<Q", data[:8])
     foreign = f"these bytes are not a DataProto: no header of format {FORMAT!r} (to_bytes and save write it)"
+    if length > _LONGEST_HEADER or (len(data) > 8 and data[8:9] != b"{"):
+        raise ForeignFormatError(foreign)
     if length > len(data) - 8:
-        if len(data) > 8 and data[8:9] != b"{":
-            raise ForeignFormatError(foreign)
         raise TruncatedError(f"the header tells of {length} bytes, {len(data) - 8} are there; the end is missing")
     try:
         header = json.loads(bytes(data[8 : 8 + length]))
         metadata = header["__metadata__"]
         form, version = metadata["format"], metadata["version"]
-        size = max((entry["data_offsets"][1] for key, entry in header.items() if key != "__metadata__"), default=0)
-    except (ValueError, KeyError, TypeError, IndexError) as error:
+        size = max((int(entry["data_offsets"][1]) for key, entry in header.items() if key != "__metadata__"), default=0)
+    except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
+        if FORMAT.encode() in bytes(data[8 : 8 + length]):
+            raise CorruptedError(f"the header of format {FORMAT!r} cannot be read ({error}); write it again") from error
         raise ForeignFormatError(foreign) from error
     if form != FORMAT:
         raise ForeignFormatError(f"{foreign}; the header says {form!r}")
@@ -278,6 +282,8 @@ def _read(header: dict[str, Any], body: memoryview) -> Decoded:
 
     tensors, arrays = {}, {}
     for name, kind in json.loads(metadata["columns"]):
+        if name in tensors or name in arrays:
+            raise ValueError(f"column {name!r} comes twice")
         if kind == "tensor":
             tensors[name] = tensor(f"column/{name}")
         elif kind == "array":
@@ -287,8 +293,8 @@ def _read(header: dict[str, Any], body: memoryview) -> Decoded:
             text = octets(f"cells/{name}")[0].tobytes()
             arrays[name] = object_array([from_json(cell) for cell in json.loads(text)])
         else:
-            dim = int(kind.removeprefix("jagged:"))
-            tensors[name] = jagged.build(tensor(f"values/{name}"), tensor(f"offsets/{name}"), dim)
+            values, offsets = tensor(f"values/{name}"), tensor(f"offsets/{name}")
+            tensors[name] = jagged.checked(name, values, offsets, int(kind.removeprefix("jagged:")))
     num_rows = int(metadata["rows"])
     if any(len(column) != num_rows for column in (tensors | arrays).values()):
         raise ValueError(f"not every column has {num_rows} rows")
@@ -336,7 +342,7 @@ def read_file(path: str | os.PathLike[str]) -> Decoded:
         try:
             if not os.fstat(file.fileno()).st_size:
                 raise TruncatedError("the file is empty")
-            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped, memoryview(mapped) as data:
-                return decode(data)
+            # The map closes with its last view, which an error's traceback may keep for a while.
+            return decode(memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)))
         except WireError as error:
             raise type(error)(f"{os.fspath(path)}: {error}") from error

@@ -73,6 +73,30 @@ def from_rows(name: str, rows: Sequence[torch.Tensor]) -> torch.Tensor:
     return build(torch.cat(list(rows)), lengths.cumsum(0).to(rows[0].device))
 
 
+def checked(name: str, values: torch.Tensor, offsets: torch.Tensor, dim: int) -> torch.Tensor:
+    """`build`, for values and offsets that come from elsewhere.
+
+    Args:
+        name: the column's name, for errors.
+        values: as in `build`.
+        offsets: as in `build`.
+        dim: as in `build`.
+
+    Returns:
+        The jagged tensor.
+
+    Raises:
+        ColumnTypeError: the three do not describe rows.
+    """
+    fits = offsets.dtype == torch.int64 and offsets.ndim == 1 and len(offsets) > 0 and 1 <= dim <= values.ndim
+    if not fits or offsets[0] != 0 or (offsets.diff() < 0).any() or offsets[-1] != values.shape[dim - 1]:
+        raise ColumnTypeError(
+            f"column {name!r}: offsets must be (B + 1,) int64, rising from 0 to the length of dimension {dim - 1} of "
+            f"values {tuple(values.shape)}, got {offsets}"
+        )
+    return build(values, offsets, dim)
+
+
 def unpacked(column: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
     """Take a jagged tensor apart; the inverse of `build`.
 

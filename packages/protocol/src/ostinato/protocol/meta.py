@@ -18,12 +18,12 @@ def copy_meta(meta: Mapping[str, Any] | None, *, metrics: bool = True) -> dict[s
 
     Args:
         meta: entries; None is none.
-        metrics: False leaves the metrics out.
+        metrics: False leaves the metrics out; no metrics at all are no entry either way.
 
     Returns:
         A new dict; nested dicts and lists are new too.
     """
-    return {key: copy_containers(value) for key, value in (meta or {}).items() if metrics or key != METRICS}
+    return {key: copy_containers(value) for key, value in (meta or {}).items() if key != METRICS or (metrics and value)}
 
 
 def merge_meta(where: str, metas: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -53,6 +53,4 @@ def merge_meta(where: str, metas: Sequence[Mapping[str, Any]]) -> dict[str, Any]
             merged.setdefault(key, value)
     merged = copy_meta(merged)
     metrics = merge_metrics(*(meta[METRICS] for meta in metas if METRICS in meta))
-    if any(METRICS in meta for meta in metas):
-        merged[METRICS] = metrics
-    return merged
+    return {**merged, METRICS: metrics} if metrics else merged

@@ -82,7 +82,8 @@ def unpack(packed: torch.Tensor, mask: torch.Tensor, fill: float | int | bool = 
     places = (mask != 0).nonzero(as_tuple=True)
     if packed.shape[0] != places[0].shape[0]:
         raise ArgumentError(
-            f"unpack: the mask has {places[0].shape[0]} tokens, packed has {packed.shape[0]} (shape {tuple(packed.shape)})"
+            f"unpack: the mask has {places[0].shape[0]} tokens, packed has {packed.shape[0]} "
+            f"(shape {tuple(packed.shape)}); use the mask that pack was given"
         )
     padded = packed.new_full((*mask.shape, *packed.shape[1:]), fill)
     return padded.index_put(places, packed)

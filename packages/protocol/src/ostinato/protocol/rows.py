@@ -156,7 +156,8 @@ def epoch_order(num_rows: int, seed: int | None, epoch: int) -> np.ndarray | Non
     """
     if seed is None:
         return None
-    return np.random.Generator(np.random.Philox(key=[seed, epoch])).permutation(num_rows).astype(np.int64)
+    seed = whole_number("make_iterator", "shuffle_seed", seed, 0)
+    return np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, epoch]))).permutation(num_rows)
 
 
 def selection(num_rows: int, item: Any) -> Selection:

@@ -58,8 +58,8 @@ class ColumnStore:
                     "DataProto: the TensorDict has batch_size [], so no rows; build it with batch_size=[num_rows]"
                 )
             counts["batch.batch_size"] = batch.batch_size[0]
-        tensors = {_name(name): payload.as_tensor(name, value) for name, value in (batch or {}).items()}
-        arrays = {_name(name): as_array(name, value) for name, value in (non_tensor_batch or {}).items()}
+        tensors = {_name(name): payload.as_tensor(name, value) for name, value in _items("batch", batch)}
+        arrays = {_name(name): as_array(name, value) for name, value in _items("non_tensor_batch", non_tensor_batch)}
         if both := tensors.keys() & arrays.keys():
             raise ColumnConflictError(
                 f"DataProto: {sorted(both)} are given as tensors and as non-tensors; a name is one column: rename one"
@@ -311,10 +311,9 @@ class ColumnStore:
                     f"{payload.describe(theirs[name])} in the other, and they differ; rename or drop one"
                 )
         meta = merge_meta("union", [self.meta_info, other.meta_info])
-        tensors = share_offsets({**other._tensors(), **self._tensors()})
-        ordered = {name: tensors[name] for name in (*self._tensors(), *other._tensors())}
+        tensors = self._tensors() | {name: t for name, t in other._tensors().items() if name not in mine}
         arrays = {**self._arrays(), **{k: v for k, v in other._arrays().items() if k not in mine}}
-        return self._of(ordered, arrays, meta, max(len(self), len(other)))
+        return self._of(share_offsets(tensors), arrays, meta, max(len(self), len(other)))
 
     def with_meta(self, **entries: Any) -> Self:
         """Set meta entries.
@@ -337,6 +336,14 @@ class ColumnStore:
             The same columns with these metrics alone.
         """
         return self.with_meta(**{METRICS: dict(metrics)})
+
+
+def _items(where: str, columns: Any) -> Iterable[tuple[Any, Any]]:
+    if columns is None:
+        return ()
+    if not isinstance(columns, Mapping | TensorDictBase):
+        raise ColumnTypeError(f"DataProto: {where} must be a dict of name -> column, got {type(columns).__name__}")
+    return columns.items()
 
 
 def _name(name: object) -> str:

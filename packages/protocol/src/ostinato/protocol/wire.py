@@ -6,7 +6,7 @@ gradients.
 
 Buffers that arrive may be memory that others read too: an object store maps one copy into every process, and torch
 would write into it although it is read-only. So arriving columns are private copies. Code that promises not to write
-asks for views: `with shared_views(): ...` around the unpickling, or `shared_views(["input_ids", ...])` for some columns.
+asks for views: `with shared_views(): ...` around the unpickling, or `shared_views(["input_ids"])` for some columns.
 Such tensors must not be written to (torch cannot forbid it); such arrays are read-only.
 
 **Bytes.** `encode` and `decode` write and read the format that `format.py` documents.
@@ -121,8 +121,7 @@ def _buffer(octets: np.ndarray, protocol: int) -> Buffer:
 def _octets(buffer: Buffer, shared: bool) -> np.ndarray:
     """An arrived buffer as (nbytes,) uint8, private and writable unless shared."""
     octets = np.frombuffer(buffer, dtype=np.uint8)
-    # A bytearray comes from the pickle stream itself, where the unpickler has just made it for us alone.
-    return octets if shared or isinstance(buffer, bytearray) else octets.copy()
+    return octets if shared else octets.copy()
 
 
 class _Memory:

@@ -1,0 +1,51 @@
+"""Importing the wheel is cheap and has no effects."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+PROGRAM = """
+import json, logging, os, sys, time, warnings
+start = time.perf_counter()
+import torch, tensordict
+middle = time.perf_counter()
+before = dict(os.environ), list(logging.root.handlers), list(warnings.filters), torch.get_default_dtype()
+loaded = set(sys.modules)
+import ostinato.protocol, ostinato.protocol.columns, ostinato.protocol.partition, ostinato.protocol.padding
+import ostinato.protocol.testing
+after = dict(os.environ), list(logging.root.handlers), list(warnings.filters), torch.get_default_dtype()
+end = time.perf_counter()
+print(json.dumps({"ratio": (end - start) / (middle - start), "new": sorted(set(sys.modules) - loaded), "clean": before == after}))
+"""
+
+
+def _report():
+    done = subprocess.run([sys.executable, "-c", PROGRAM], check=True, capture_output=True, text=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_import_costs_little_more_than_torch_and_tensordict():
+    """At most 1.2 times; the lowest of a few tries, since the first reads from disk."""
+    assert min(_report()["ratio"] for _ in range(3)) <= 1.2
+
+
+def test_import_has_no_effects_and_loads_nothing_heavy():
+    report = _report()
+    assert report["clean"]
+    heavy = {
+        "ray",
+        "transformers",
+        "vllm",
+        "sglang",
+        "hydra",
+        "omegaconf",
+        "hypothesis",
+        "safetensors",
+        "pandas",
+        "megatron",
+    }
+    assert not heavy & {name.split(".")[0] for name in report["new"]}
+    ours = {name for name in report["new"] if name.startswith("ostinato")}
+    assert all(name == "ostinato" or name.startswith("ostinato.protocol") for name in ours)
