@@ -269,7 +269,7 @@ def gpg(
     scores = _row_scores("gpg", token_level_rewards, response_mask)
     table = make_groups("gpg", groups, rollouts, response_mask)
     non_zero = table.unit_valid & (table.unit_mean(scores) != 0)
-    alpha = table.unit_valid.sum() / non_zero.sum().clamp(min=1)
+    alpha = table.unit_valid.sum().to(torch.float64) / non_zero.sum().clamp(min=1)
     advantages = _tile(alpha * table.centre(scores)[0], table, response_mask).to(token_level_rewards.dtype)
     return advantages, advantages.clone()
 
