@@ -117,8 +117,16 @@ def test_failing_row_gets_the_default_and_costs_no_other(bad: Recipe, what: str,
     assert [outcome.score for outcome in outcomes] == [0, -1, 2, -1, 4]
     assert [outcome.failure for outcome in outcomes] == [None, "error", None, "error", None]
     assert len(caplog.records) == 1
-    expected = {"raise": "ValueError: no good", "die": "exited with code 3", "kill": "SIGKILL",
-                "none": "NoneType",                 "exit": "SystemExit: 3", "abort": "SIGABRT", "memory": "MemoryError", "recurse": "RecursionError"}  # fmt: skip
+    expected = {
+        "raise": "ValueError: no good",
+        "exit": "SystemExit: 3",
+        "die": "exited with code 3",
+        "kill": "SIGKILL",
+        "abort": "SIGABRT",
+        "none": "NoneType",
+        "memory": "MemoryError",
+        "recurse": "RecursionError",
+    }
     assert expected[what] in caplog.text
 
 

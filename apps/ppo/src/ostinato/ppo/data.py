@@ -9,6 +9,7 @@ for step, batch in schedule.steps():
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -93,10 +94,12 @@ class PromptLoader:
         self.dataset = dataset
         self.batches = EpochBatches(len(dataset), batch_size, shuffle=shuffle, seed=seed, drop_last=drop_last)
         self.epoch, self.position = 0, 0
-        # A generator of its own: a loader draws a seed when it starts, and must not move the global one.
-        self._loader = StatefulDataLoader(
-            dataset, batch_sampler=self.batches, collate_fn=_as_it_is, generator=torch.Generator()
-        )
+        with warnings.catch_warnings():  # the library calls something of torch that torch has deprecated
+            warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
+            # A generator of its own: a loader draws a seed when it starts, and must not move the global one.
+            self._loader = StatefulDataLoader(
+                dataset, batch_sampler=self.batches, collate_fn=_as_it_is, generator=torch.Generator()
+            )
 
     def __len__(self) -> int:
         """Batches an epoch."""
@@ -275,4 +278,4 @@ def follow(batch: DataProto, generated: DataProto) -> DataProto:
             "rollout engine must return each, an aborted one with finish_reason 'abort'"
         )
     replaced = [name for name in batch.columns if name in generated.columns or name in columns.PROMPT]
-    return batch.drop(replaced).reorder(order[place]).union(generated)
+    return batch.drop(replaced)[order[place]].union(generated)
