@@ -11,7 +11,7 @@ import importlib
 import importlib.metadata
 import logging
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -249,17 +249,16 @@ def from_hydra(composed: Any) -> tuple[PpoConfig, list[Problem]]:
     """
     from omegaconf import OmegaConf
 
-    from ostinato.ppo.config import PpoConfig, follow
-    from ostinato.ppo.schema import build
+    from ostinato.ppo.config import PpoConfig
 
     values: Any = OmegaConf.to_container(composed, resolve=True)
     values.pop("hydra", None)
-    problems: list[Problem] = []
-    _import_extensions(values, problems)
-    return build(PpoConfig, follow(values), problems), problems
+    missing = list(_import_extensions(values))
+    config, problems = PpoConfig.read(values)
+    return config, missing + problems
 
 
-def _import_extensions(values: Mapping[str, Any], problems: list[Problem]) -> None:
+def _import_extensions(values: Mapping[str, Any]) -> Iterator[Problem]:
     """Import what registers estimators, losses or engines of the user's own, before their names are looked up."""
     from ostinato.ppo.errors import Problem
 
@@ -269,7 +268,7 @@ def _import_extensions(values: Mapping[str, Any], problems: list[Problem]) -> No
             try:
                 importlib.import_module(str(module))
             except Exception as error:  # a user's module may raise anything; all of it is a fault of this key
-                problems.append(Problem(f"{section}.model.external_lib", f"{module!r} cannot be imported: {error!r}"))
+                yield Problem(f"{section}.model.external_lib", f"{module!r} cannot be imported: {error!r}")
 
 
 def yaml_text(config: PpoConfig) -> str:

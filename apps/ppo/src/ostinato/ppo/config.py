@@ -162,11 +162,18 @@ class PpoConfig:
         Raises:
             ConfigError: unknown keys or values of a wrong type, all of them at once.
         """
-        problems: list[Problem] = []
-        config = build(cls, follow(values), problems)
+        config, problems = cls.read(values)
         if problems:
             raise ConfigError(problems)
         return config
+
+    @classmethod
+    def read(cls, values: Mapping[str, Any]) -> tuple[PpoConfig, list[Problem]]:
+        """As `from_mapping`, but faulty keys have their defaults and the faults are returned beside."""
+        problems: list[Problem] = []
+        config = build(cls, follow(values), problems)
+        faulty = {problem.key for problem in problems}
+        return config, [problem for problem in problems if FOLLOWS.get(problem.key) not in faulty]
 
     @property
     def world_size(self) -> int:

@@ -1,0 +1,446 @@
+"""The command line, in this process and as a user starts it: labs commands, overrides, files of another project."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+
+from ostinato.ppo.__main__ import main
+from ostinato.ppo.cli import compose, from_hydra, register_schema
+
+LABS = {
+    "ppo-one-gpu": """algorithm.adv_estimator=gae data.train_files=$D/train.parquet data.val_files=$D/test.parquet
+        data.train_batch_size=256 data.max_prompt_length=512 data.max_response_length=512
+        actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B-Instruct actor_rollout_ref.actor.optim.lr=1e-6
+        actor_rollout_ref.actor.ppo_mini_batch_size=64 actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8
+        actor_rollout_ref.rollout.name=vllm actor_rollout_ref.rollout.tensor_model_parallel_size=1
+        actor_rollout_ref.rollout.gpu_memory_utilization=0.4
+        critic.model.path=Qwen/Qwen2.5-0.5B-Instruct critic.optim.lr=1e-5
+        trainer.n_gpus_per_node=1 trainer.nnodes=1 trainer.total_epochs=15""",
+    "grpo-eight-gpus": """algorithm.adv_estimator=grpo data.train_files=$D/train.parquet data.val_files=$D/test.parquet
+        actor_rollout_ref.model.path=Qwen/Qwen2.5-7B-Instruct actor_rollout_ref.rollout.name=vllm
+        actor_rollout_ref.rollout.n=8 actor_rollout_ref.actor.use_kl_loss=True
+        actor_rollout_ref.actor.kl_loss_coef=0.001 actor_rollout_ref.actor.kl_loss_type=low_var_kl
+        trainer.n_gpus_per_node=8 trainer.nnodes=1 trainer.total_epochs=15""",
+    "lab1": """algorithm.adv_estimator=gae data.train_files=$D/train.parquet data.val_files=$D/test.parquet
+        actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B-Instruct actor_rollout_ref.rollout.name=vllm
+        actor_rollout_ref.rollout.gpu_memory_utilization=0.4 critic.model.path=Qwen/Qwen2.5-0.5B-Instruct
+        trainer.n_gpus_per_node=1 trainer.nnodes=1 trainer.total_epochs=2""",
+    "lab2": """algorithm.adv_estimator=grpo data.train_files=$D/train.parquet data.val_files=$D/test.parquet
+        actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B-Instruct actor_rollout_ref.rollout.name=vllm
+        actor_rollout_ref.rollout.n=8 actor_rollout_ref.actor.use_kl_loss=True
+        actor_rollout_ref.actor.kl_loss_coef=0.001
+        trainer.n_gpus_per_node=1 trainer.nnodes=1 trainer.total_epochs=2""",
+    "lab3": """algorithm.adv_estimator=grpo data.train_files=$D/train.parquet data.val_files=$D/test.parquet
+        actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B-Instruct actor_rollout_ref.rollout.name=sglang
+        actor_rollout_ref.rollout.n=8 trainer.n_gpus_per_node=1 trainer.nnodes=1 trainer.total_epochs=1""",
+    "lab5": """algorithm.adv_estimator=grpo data.train_files=$D/train.parquet data.val_files=$D/test.parquet
+        actor_rollout_ref.model.path=Qwen/Qwen2.5-3B-Instruct actor_rollout_ref.rollout.name=vllm
+        actor_rollout_ref.rollout.n=8 actor_rollout_ref.rollout.gpu_memory_utilization=0.5
+        actor_rollout_ref.actor.fsdp_config.param_offload=True
+        actor_rollout_ref.actor.fsdp_config.optimizer_offload=True
+        trainer.n_gpus_per_node=2 trainer.nnodes=1 trainer.total_epochs=1""",
+    "lab6": """algorithm.adv_estimator=grpo data.train_files=$D/train.parquet data.val_files=$D/test.parquet
+        actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B-Instruct actor_rollout_ref.rollout.name=vllm
+        actor_rollout_ref.rollout.n=8 custom_reward_function.path=$PWD/my_reward.py
+        custom_reward_function.name=compute_score
+        trainer.n_gpus_per_node=1 trainer.nnodes=1 trainer.total_epochs=1""",
+}
+
+
+def write_tokenizer(folder: Path) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = [
+        "<pad>",
+        "<eos>",
+        "<unk>",
+        "system",
+        "user",
+        "assistant",
+        ":",
+        "what",
+        "is",
+        "1",
+        "2",
+        "3",
+        "+",
+        "####",
+        ".",
+    ]
+    inner = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # pyright: ignore[reportAttributeAccessIssue]
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m['role'] }} : {{ m['content'] }} {% endfor %}"
+        "{% if add_generation_prompt %}assistant : {% endif %}"
+    )
+    tokenizer.save_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with `model/`, `train.parquet`, `test.parquet` and `my_reward.py`."""
+    folder = tmp_path_factory.mktemp("world")
+    model = folder / "model"
+    model.mkdir()
+    write_tokenizer(model)
+    config = {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 64,
+        "vocab_size": 64,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": True,
+    }
+    (model / "config.json").write_text(json.dumps(config))
+    for name, rows in (("train", 1100), ("test", 8)):
+        row = {
+            "data_source": "openai/gsm8k",
+            "prompt": [{"role": "user", "content": "what is 1 + 2"}],
+            "reward_model": {"style": "rule", "ground_truth": "3"},
+            "extra_info": {"index": 0},
+        }
+        pq.write_table(pa.Table.from_pylist([row] * rows), folder / f"{name}.parquet")
+    (folder / "my_reward.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return 1.0\n"
+    )
+    return folder
+
+
+def words(text: str, world: Path) -> list[str]:
+    text = text.replace("$D", str(world)).replace("$PWD", str(world))
+    return shlex.split(re.sub(r"Qwen/[\w.-]+", str(world / "model"), text))
+
+
+@pytest.fixture
+def base(world: Path) -> list[str]:
+    return [*words(LABS["lab2"], world), "trainer.dry_run=True"]
+
+
+@pytest.mark.parametrize("lab", LABS)
+def test_ppo_cli_lab_passes_the_static_checks_as_written(lab, world, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert main([*words(LABS[lab], world), "trainer.dry_run=True"]) == 0
+    printed = capsys.readouterr()
+    assert printed.out.startswith("plan\n")
+    assert "nothing was started" in printed.out
+    assert list(tmp_path.iterdir()) == []  # a dry run leaves nothing behind
+
+
+def test_ppo_cli_labs_here_are_those_of_the_reference():
+    """The commands above, word for word, wherever the reference page is at hand."""
+    page = os.environ.get("OSTINATO_LABS")
+    if not page:
+        pytest.skip("OSTINATO_LABS does not name the reference page")
+    text = Path(page).read_text().replace("\\\n", " ")
+    commands = [line.split(None, 3)[3] for line in text.splitlines() if line.startswith("python -m ostinato.ppo ")]
+    assert [shlex.split(command) for command in commands] == [shlex.split(lab) for lab in LABS.values()]
+
+
+def test_ppo_cli_explicit_micro_batch_turns_dynamic_off_for_its_role_only(world):
+    config, problems = compose(words(LABS["ppo-one-gpu"], world))
+    assert problems == []
+    assert config.actor_rollout_ref.actor.update_limit.micro_batch_size == 8
+    assert config.critic.update_limit.max_tokens == 16384
+    assert config.actor_rollout_ref.ref.log_prob_limit.max_tokens == 16384
+    assert config.actor_rollout_ref.rollout.log_prob_use_dynamic_bsz
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "near"),
+    [
+        ("+actor_rollout_ref.actor.clip_ratoi=.3", "actor_rollout_ref.actor.clip_ratoi", "actor.clip_ratio"),
+        ("actor_rollout_ref.actor.clip_ratoi=.3", "actor_rollout_ref.actor.clip_ratoi", "actor.clip_ratio"),
+        ("++actor_rollout_ref.actor.clip_ratoi=.3", "actor_rollout_ref.actor.clip_ratoi", "actor.clip_ratio"),
+        ("+actor.clip_ratoi=.3", "actor.clip_ratoi", "actor_rollout_ref.actor.clip_ratio"),
+        ("+trainer.n_gpus=2", "trainer.n_gpus", "trainer.n_gpus_per_node"),
+        ("+tranier.total_epochs=2", "tranier.total_epochs", "trainer.total_epochs"),
+        ("data.train_file=x", "data.train_file", "data.train_files"),
+        ("train_batch_size=8", "train_batch_size", "data.train_batch_size"),
+        (
+            "actor_rollout_ref.actor.optim.lrr=1",
+            "actor_rollout_ref.actor.optim.lrr",
+            "actor_rollout_ref.actor.optim.lr",
+        ),
+        (
+            "actor_rollout_ref.actor.fsdp_config.parm_offload=True",
+            "actor_rollout_ref.actor.fsdp_config.parm_offload",
+            "actor_rollout_ref.actor.fsdp_config.param_offload",
+        ),
+        (
+            "actor_rollout_ref.actor.ppo_micro_batch_size=4",
+            "actor_rollout_ref.actor.ppo_micro_batch_size",
+            "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu",
+        ),
+        (
+            "actor_rollout_ref.ref.log_prob_micro_batch_size=4",
+            "actor_rollout_ref.ref.log_prob_micro_batch_size",
+            "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu",
+        ),
+        ("critic.model.fsdp_config.param_offload=True", "critic.model.fsdp_config", "critic.fsdp_config.param_offload"),
+        ("actor_rollout_ref.actor={clip_ratoi: 1}", "actor_rollout_ref.actor.clip_ratoi", "actor.clip_ratio"),
+        ("data.train_batch_size.x=1", "data.train_batch_size.x", ""),
+    ],
+)
+def test_ppo_cli_unknown_key_is_refused_with_the_nearest(override, key, near, base, capsys):
+    """H-73: also with `+`, nested, and under the name that other systems use."""
+    assert main([*base, override]) == 2
+    error = capsys.readouterr().err
+    line = next(line for line in error.splitlines() if key in line)
+    assert "there is no such key" in line
+    assert near in line
+    assert "Traceback" not in error
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("data.train_batch_size=many", "data.train_batch_size: expected int, got 'many' (str)"),
+        ("data.train_batch_size=2.5", "data.train_batch_size: expected int, got 2.5 (float)"),
+        ("data.train_batch_size=true", "data.train_batch_size: expected int, got True (bool)"),
+        ("data.shuffle=3", "data.shuffle: expected bool, got 3 (int)"),
+        ("trainer.total_epochs=null", "trainer.total_epochs: expected int, got null"),
+        ("trainer.device=gpu", "trainer.device: expected one of auto, cuda, cpu, got 'gpu' (str)"),
+        ("actor_rollout_ref.actor.optim.lr=fast", "actor_rollout_ref.actor.optim.lr: expected float, got 'fast' (str)"),
+        ("trainer.save_freq={a: 1}", "trainer.save_freq: expected int, got a mapping with a"),
+        ("trainer=5", "trainer: is a section, got 5"),
+        ("custom_reward_function.reward_kwargs=3", "custom_reward_function.reward_kwargs: expected a mapping"),
+        ("data.truncation=up", "data.truncation: expected one of error, left, right, middle, got 'up' (str)"),
+        ("data.train_files=a,b", "data.train_files: several values; a list is written [a,b]"),
+        ("~trainer.seed", "trainer.seed: keys cannot be deleted"),
+        ("hydra.run.dir=x", "hydra.run.dir: ostinato runs no Hydra jobs"),
+        ("nonsense", "nonsense: expected key=value"),
+        ("trainer.seed=${data.nothing}", "data.nothing"),
+    ],
+)
+def test_ppo_cli_wrong_value_names_key_expected_and_got(override, expected, base, capsys):
+    assert main([*base, override]) == 2
+    error = capsys.readouterr().err
+    assert expected in error
+    assert "Traceback" not in error
+
+
+def test_ppo_cli_tells_all_problems_of_a_run_together(base, capsys):
+    bad = [
+        "+typoo.x=1",
+        "data.train_batch_size=many",
+        "actor_rollout_ref.actor.clip_ratio_c=0.5",
+        "actor_rollout_ref.rollout.n=1",
+        "trainer.logger=foo",
+        "nonsense",
+    ]
+    assert main([*base, *bad]) == 2
+    error = capsys.readouterr().err
+    assert "(6 problems)" in error
+    for key in ("typoo.x", "data.train_batch_size", "clip_ratio_c", "rollout.n", "trainer.logger", "nonsense"):
+        assert f"  {key}" in error or f"actor_rollout_ref.{key}" in error or key in error
+
+
+def test_ppo_cli_consequences_of_a_known_fault_are_not_told(world, capsys):
+    command = words(LABS["lab2"].replace("data.train_files", "data.train_file"), world)
+    assert main([*command, "trainer.dry_run=True"]) == 2
+    error = capsys.readouterr().err
+    assert "(1 problem)" in error
+    assert "data.train_file: there is no such key; did you mean data.train_files?" in error
+
+
+def test_ppo_cli_values_are_taken_in_every_sensible_writing(world):
+    config, problems = compose(
+        [
+            *words(LABS["lab2"], world),
+            "trainer.logger=jsonl",
+            "data.val_files=[a.parquet,b.parquet]",
+            "actor_rollout_ref.actor.optim.betas=[0.9,0.95]",
+            "custom_reward_function.reward_kwargs.method=flexible",
+            "+custom_reward_function.reward_kwargs.limit=2",
+            "trainer.experiment_name=7",
+            "algorithm.rollout_correction.rollout_is=token",
+            "algorithm.rollout_correction.rollout_is_threshold=2.0",
+            "data.train_batch_size=1e3",
+            "algorithm.lam=1",
+            "trainer.seed=5",
+        ]
+    )
+    assert problems == []
+    assert config.trainer.logger == ["jsonl"]
+    assert config.data.val_files == ["a.parquet", "b.parquet"]
+    assert config.actor_rollout_ref.actor.optim.betas == (0.9, 0.95)
+    assert config.custom_reward_function.reward_kwargs == {"method": "flexible", "limit": 2}
+    assert config.trainer.default_local_dir == "checkpoints/ostinato/7"
+    assert config.algorithm.rollout_correction.rollout_is_threshold == "2.0"
+    assert config.data.train_batch_size == 1000
+    assert isinstance(config.algorithm.lam, float)
+    assert (config.data.seed, config.actor_rollout_ref.rollout.seed) == (5, 5)
+
+
+def test_ppo_cli_flexible_scoring_can_be_chosen(base):
+    """H-33: the built-in function's option reaches the checks as it reaches the rewards."""
+    assert main([*base, "custom_reward_function.reward_kwargs.method=flexible"]) == 0
+    assert main([*base, "custom_reward_function.reward_kwargs.metod=flexible"]) == 2
+
+
+def test_ppo_cli_cfg_prints_the_resolved_configuration(base, capsys):
+    assert main([*base, "--cfg", "job", "data.max_prompt_length=100"]) == 0
+    printed = yaml.safe_load(capsys.readouterr().out)
+    assert printed["actor_rollout_ref"]["rollout"]["prompt_length"] == 100
+    assert printed["trainer"]["default_local_dir"] == "checkpoints/ostinato/ppo"
+    assert "num_mini_batches" not in printed["actor_rollout_ref"]["actor"]
+
+
+def test_ppo_cli_cfg_can_be_read_back(base, capsys, tmp_path):
+    assert main([*base, "--cfg", "job"]) == 0
+    (tmp_path / "again.yaml").write_text("defaults: [ppo, _self_]\n" + capsys.readouterr().out)
+    again, problems = compose(config_dir=tmp_path, config_name="again")
+    assert problems == []
+    assert again == compose(base)[0]
+
+
+def test_ppo_cli_help_names_the_first_keys_and_the_reference(capsys):
+    for argument in ("--help", "-h"):
+        assert main([argument]) == 0
+        text = capsys.readouterr().out
+        for name in (
+            "data.train_files",
+            "actor_rollout_ref.model.path",
+            "rollout.name",
+            "adv_estimator",
+            "n_gpus_per_node",
+        ):
+            assert name in text
+        assert "docs/config.md" in text
+        assert "--cfg job" in text
+
+
+def test_ppo_cli_help_commands_are_valid(world, capsys):
+    """The commands that `--help` shows pass the checks themselves."""
+    main(["--help"])
+    text = capsys.readouterr().out.replace("\\\n", " ")
+    commands = [line.strip() for line in text.splitlines() if line.strip().startswith("ostinato-ppo algorithm")]
+    assert len(commands) == 2
+    for command in commands:
+        line = command.replace("$HOME/data/gsm8k", str(world)).removeprefix("ostinato-ppo ")
+        assert main([*words(line, world), "trainer.dry_run=True"]) == 0
+
+
+def test_ppo_cli_version_and_bad_options(capsys):
+    assert main(["--version"]) == 0
+    assert re.fullmatch(r"ostinato-ppo \d+\.\d+\.\d+\n", capsys.readouterr().out)
+    assert main(["--no-such-option"]) == 2
+    assert main(["--cfg", "hydra"]) == 2
+    assert main([]) == 2
+    assert "usage" in capsys.readouterr().err
+
+
+def test_ppo_cli_is_the_same_as_a_module_and_as_a_script():
+    script = Path(sys.executable).parent / "ostinato-ppo"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    texts = [
+        subprocess.run([*start, "--help"], capture_output=True, text=True, check=True, env=environment).stdout
+        for start in ([sys.executable, "-m", "ostinato.ppo"], [str(script)])
+    ]
+    assert texts[0] == texts[1] != ""
+
+
+def test_ppo_cli_help_is_quick_and_imports_nothing_heavy():
+    code = (
+        "import sys; from ostinato.ppo.__main__ import main; code = main(['--help']); "
+        "heavy = {'torch', 'ray', 'transformers', 'hydra'} & set(sys.modules); sys.exit(f'{heavy}' if heavy else code)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_ppo_cli_import_has_no_effects():
+    code = (
+        "import logging, os, sys; before = dict(os.environ), list(logging.root.handlers); import ostinato.ppo.cli; "
+        "sys.exit(int((dict(os.environ), list(logging.root.handlers)) != before))"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_ppo_cli_project_of_its_own_finds_the_config_package(world, tmp_path, capsys):
+    """H-78: `--config-dir` of another project; its file builds on ours by name."""
+    run = f"""
+defaults: [ppo, more, _self_]
+data: {{train_files: {world}/train.parquet, train_batch_size: 64}}
+actor_rollout_ref: {{model: {{path: {world}/model}}, rollout: {{n: 4}}}}
+algorithm: {{adv_estimator: grpo}}
+trainer: {{dry_run: true}}
+"""
+    (tmp_path / "my_run.yaml").write_text(run)
+    (tmp_path / "more.yaml").write_text("trainer: {experiment_name: mine}\n")
+    assert main(["--config-dir", str(tmp_path), "--config-name", "my_run", "trainer.total_epochs=3"]) == 0
+    printed = capsys.readouterr().out
+    assert "64 prompts × n 4 = 256 responses" in printed
+    assert "checkpoints/ostinato/mine" in printed
+    (tmp_path / "my_run.yaml").write_text(run + "typoo: 3\ncritic: {modle: {path: x}}\n")
+    assert main(["-cd", str(tmp_path), "-cn", "my_run"]) == 2
+    error = capsys.readouterr().err
+    assert "typoo: there is no such key" in error
+    assert "critic.modle.path: there is no such key; did you mean critic.model.path?" in error
+
+
+def test_ppo_cli_other_hydra_apps_find_the_package_on_their_search_path(world, tmp_path):
+    """H-78: a Hydra app that has never imported ours, with `pkg://ostinato.ppo.conf` on its search path."""
+    (tmp_path / "conf").mkdir()
+    (tmp_path / "conf" / "main.yaml").write_text(
+        "hydra: {searchpath: ['pkg://ostinato.ppo.conf']}\ndefaults: [ppo, _self_]\ntrainer: {total_epochs: 9}\n"
+    )
+    (tmp_path / "app.py").write_text(
+        "import hydra\n"
+        "@hydra.main(version_base='1.3', config_path='conf', config_name='main')\n"
+        "def app(composed):\n"
+        "    from ostinato.ppo.cli import from_hydra\n"
+        "    config, problems = from_hydra(composed)\n"
+        "    assert problems == []\n"
+        "    print('epochs', config.trainer.total_epochs, config.data.train_batch_size)\n"
+        "app()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "app.py", "hydra.run.dir=."], cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
+    assert done.stdout.strip() == "epochs 9 1024", done.stderr
+    assert "not available" not in done.stderr
+
+
+def test_ppo_cli_config_files_that_cannot_be_read_are_named(tmp_path, capsys):
+    assert main(["--config-dir", str(tmp_path / "none"), "trainer.nnodes=1"]) == 2
+    assert "there is no folder" in capsys.readouterr().err
+    assert main(["--config-dir", str(tmp_path), "--config-name", "nothing"]) == 2
+    assert "nothing" in capsys.readouterr().err
+
+
+def test_ppo_cli_external_lib_registers_before_names_are_checked(base, tmp_path, monkeypatch):
+    (tmp_path / "ostinato_test_extension.py").write_text(
+        "from ostinato.algos import register_adv_est\n"
+        "@register_adv_est('of_my_own')\n"
+        "def of_my_own(token_level_rewards, response_mask, *, groups):\n"
+        "    return token_level_rewards, token_level_rewards\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    extension = "actor_rollout_ref.model.external_lib=ostinato_test_extension"
+    assert main([*base, "algorithm.adv_estimator=of_my_own", extension]) == 0
+    assert main([*base, "actor_rollout_ref.model.external_lib=no_such_module_of_mine"]) == 2
+
+
+def test_ppo_cli_schema_can_be_registered_twice(world):
+    register_schema()
+    register_schema()
+    assert compose(words(LABS["lab1"], world))[1] == []
+    assert callable(from_hydra)
