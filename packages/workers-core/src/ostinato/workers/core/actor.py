@@ -91,15 +91,10 @@ class ActorRolloutRefWorker(Worker):
         if self._actor is None:
             return rollout.generate(prompts, sampling)
         began = time.perf_counter()
-        with (
-            self._actor.inference(),
-            reshard(
-                self._actor.engine.weight_source(),
-                rollout,
-                park=self._actor.park,
-                bucket_megabytes=self.config.rollout.update_weights_bucket_megabytes,
-            ),
-        ):
+        # The source streams from where the parameters lie, so offloaded ones never share the device with the engine's.
+        source = self._actor.engine.weight_source()
+        megabytes = self.config.rollout.update_weights_bucket_megabytes
+        with reshard(source, rollout, park=self._actor.park, bucket_megabytes=megabytes):
             seconds = time.perf_counter() - began
             generated = rollout.generate(prompts, sampling)
         return generated.with_meta(metrics={**generated.metrics, "timing_s/update_weights": Metric.max(seconds)})
@@ -186,8 +181,7 @@ class ActorRolloutRefWorker(Worker):
     def export_hf(self, path: str) -> None:
         """Write the actor as a Hugging Face folder; collective, rank 0 writes."""
         actor = self._need(self._actor, "export_hf", "actor")
-        with actor.inference():
-            export_hf(actor.engine.weight_source(), self.config.model, Path(path), head="lm", writes=self.rank == 0)
+        export_hf(actor.engine.weight_source(), self.config.model, Path(path), head="lm", writes=self.rank == 0)
 
     def close(self) -> None:
         """Free the rollout engine."""

@@ -113,9 +113,8 @@ class CriticWorker(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def export_hf(self, path: str) -> None:
         """Write the critic as a sequence-classification folder; collective, rank 0 writes."""
-        critic = self._built("export_hf")
-        with critic.inference():
-            export_hf(critic.engine.weight_source(), self.config.model, Path(path), head="value", writes=self.rank == 0)
+        source = self._built("export_hf").engine.weight_source()
+        export_hf(source, self.config.model, Path(path), head="value", writes=self.rank == 0)
 
     def _built(self, method: str) -> Residency:
         if self._residency is None:

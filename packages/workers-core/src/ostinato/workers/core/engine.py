@@ -121,7 +121,10 @@ class TrainEngine(Protocol):
         ...
 
     def weight_source(self) -> WeightSource:
-        """The model's weights under their Hugging Face names, gathered one after another."""
+        """The model's weights under their Hugging Face names, gathered one after another.
+
+        They stream from wherever the parameters lie, offloaded ones too.
+        """
         ...
 
     def save(self, path: Path) -> None:

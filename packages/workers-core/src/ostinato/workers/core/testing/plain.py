@@ -242,6 +242,5 @@ class PlainWeights:
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The weights themselves."""
-        self._engine._need(params=True)
         for name, weight in self._engine.model.named_parameters():
             yield name, weight.detach()
