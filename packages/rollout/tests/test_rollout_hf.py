@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 
-from ostinato.rollout import RolloutConfig, SamplingParams, build_rollout
+from ostinato.rollout import RolloutConfig, SamplingParams, build_rollout, decoding
 from ostinato.rollout.backends.hf import HfRollout
 from ostinato.rollout.decoding import GrowingLayer, first_occurrences
 from ostinato.rollout.errors import ConfigError, GenerationError, WeightMismatchError
@@ -76,9 +76,10 @@ def test_hf_learned_positions_never_run_past_the_context(tmp_path):
     model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).eval()
     model.save_pretrained(tmp_path)
     with reshard(ModuleWeights(model), build_rollout(config(response_length=6), model_path=tmp_path)) as rollout:
-        rows = rollout.generate(make_prompts([[5, 6], [5, 6, 7, 8, 9, 10, 11]]), SamplingParams(eos_token_ids=()))
+        lists = [[5, 6], [6, 7], [7, 8], [8, 9], [5, 6, 7, 8, 9, 10, 11]]
+        rows = rollout.generate(make_prompts(lists), SamplingParams(eos_token_ids=()))
     assert rows.batch is not None
-    assert rows.batch["response_mask"].sum(-1).tolist() == [6, 1]
+    assert rows.batch["response_mask"].sum(-1).tolist() == [6, 6, 6, 6, 1]
     with pytest.raises(ConfigError, match=r"max_model_len: expected at most the model's"):
         build_rollout(config(max_model_len=9), model_path=tmp_path)
 
@@ -124,6 +125,19 @@ def test_hf_compaction_changes_nothing(tiny):
         rtol=0,
     )
     assert ended.non_tensor_batch["finish_reason"].tolist() == ["stop" if r[-1] in ends else "length" for r in expected]
+
+
+def test_hf_looking_seldom_at_ended_rows_changes_nothing(tiny, monkeypatch):
+    """Accelerators are asked only now and then which rows have ended."""
+    path, model = tiny
+    prompts = make_prompts(LISTS * 4, width=8)
+    sampling = SamplingParams(eos_token_ids=tuple(range(2, 60)))
+    with reshard(ModuleWeights(model), build_rollout(config(response_length=37), model_path=path)) as rollout:
+        often = rollout.generate(prompts, sampling)
+        monkeypatch.setitem(decoding._LOOK_EVERY, "cpu", 8)
+        seldom = rollout.generate(prompts, sampling)
+    assert responses(seldom) == responses(often)
+    assert seldom.non_tensor_batch["finish_reason"].tolist() == often.non_tensor_batch["finish_reason"].tolist()
 
 
 def test_hf_finished_rows_leave_the_batch(tiny, monkeypatch):

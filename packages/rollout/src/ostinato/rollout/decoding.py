@@ -17,7 +17,8 @@ from ostinato.rollout.seeding import row_uniforms
 
 _UNIFORM_BLOCK = 64  # token positions whose random numbers are made at once; even
 _KEEP_SHARE = 0.75  # a batch is compacted once no more than this share of it is still decoding
-_SYNC_EVERY = 8  # steps between looks at an accelerator's flags: each look waits for the device
+_LOOK_EVERY = {"cpu": 1}  # steps between looks at which rows have ended, by device type
+_LOOK_EVERY_ELSEWHERE = 8  # each look waits for the device
 
 
 @dataclass(frozen=True)
@@ -262,7 +263,7 @@ class _Run:
         self._request = request
         self._out = out
         self._device = device
-        self._every = 1 if device.type == "cpu" else _SYNC_EVERY
+        self._every = _LOOK_EVERY.get(device.type, _LOOK_EVERY_ELSEWHERE)
         self._restrict: Callable[[torch.Tensor], torch.Tensor] | None = token_filter(request.sampling)
         width = request.input_ids.shape[1]
         self._width = width

@@ -102,6 +102,8 @@ def _raises(error: type[Exception], call: Callable[[], Any], what: str) -> None:
         call()
     except error:
         return
+    except Exception as other:
+        raise AssertionError(f"expected {error.__name__}, got {other!r}: {what}") from other
     raise AssertionError(f"expected {error.__name__}: {what}")
 
 
