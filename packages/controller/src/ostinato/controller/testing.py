@@ -59,7 +59,8 @@ class EchoWorker(Worker):
     def all_reduce(self) -> float:
         """Make the process group (once a process) and return the sum of rank + 1 over the ranks."""
         self.init_process_group()
-        total = torch.tensor([float(self.rank + 1)])
+        device = f"cuda:{self.local_rank}" if self.context.device_type == "cuda" else "cpu"
+        total = torch.tensor([float(self.rank + 1)], device=device)
         torch.distributed.all_reduce(total)
         return float(total)
 

@@ -40,10 +40,18 @@ class ProcessPlace:
 
 
 class HostActor:
-    """Hosts the workers of all roles of one slot. Calls run one after another, in the order in which they were sent."""
+    """Hosts the workers of all roles of one slot. Calls run one after another, in the order in which they were sent.
 
-    def __init__(self) -> None:
+    Args:
+        name: pool and slot; Ray puts it before the process's output.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
         self._host = RoleHost()
+
+    def __repr__(self) -> str:
+        return self._name
 
     def place(self) -> tuple[Status, ProcessPlace | None]:
         """Say where this process is, and hold a port."""

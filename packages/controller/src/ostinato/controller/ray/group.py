@@ -181,6 +181,7 @@ class RayBackend:
         self._env_vars = dict(env_vars or {})
         self._slots: dict[str, list[Slot]] = {}
         self._used: Counter[tuple[str, int]] = Counter()
+        self._reserved: set[str] = set()
         self._processes: dict[str, RayProcesses] = {}
 
     def launch(
@@ -238,9 +239,10 @@ class RayBackend:
         self._processes.clear()
         self._slots.clear()
         self._used.clear()
+        self._reserved.clear()
 
     def _reserve(self, pool: SubPool) -> None:
-        if pool.name in self._processes:
+        if pool.name in self._reserved:
             return
         for slot in range(pool.first, pool.first + pool.size):
             if self._used[pool.parent.name, slot] >= pool.parent.max_colocate:
@@ -251,6 +253,7 @@ class RayBackend:
         if pool.parent.name not in self._slots:
             self._slots[pool.parent.name] = reserve(pool.parent, self._reserve_timeout_s)
         self._used.update((pool.parent.name, slot) for slot in range(pool.first, pool.first + pool.size))
+        self._reserved.add(pool.name)
 
     def _start_processes(self, pool: SubPool) -> RayProcesses:
         import ray
@@ -266,8 +269,8 @@ class RayBackend:
                 max_restarts=0,
                 runtime_env={"env_vars": self._process_env(pool)},
                 scheduling_strategy=PlacementGroupSchedulingStrategy(slot.group, slot.bundle),
-            ).remote()
-            for slot in self._slots[whole.name][pool.first : pool.first + pool.size]
+            ).remote(f"{pool.name}/{index}")
+            for index, slot in enumerate(self._slots[whole.name][pool.first : pool.first + pool.size])
         ]
         places = self._everywhere(pool.name, actors, "place", [()] * len(actors))
         processes = in_rank_order(actors, places, "cuda" if whole.use_gpu else "cpu")
