@@ -200,6 +200,7 @@ def test_ppo_preflight_parallel_sizes_that_fit(make):
     fitting = {
         "trainer.n_gpus_per_node": 4,
         f"{ROLLOUT}.tensor_model_parallel_size": 2,
+        f"{ROLLOUT}.name": "vllm",
         f"{ACTOR}.fsdp_config": {"fsdp_size": 2},
     }
     assert faults(make(**fitting)) == {}
@@ -212,7 +213,8 @@ def test_ppo_preflight_local_backend_has_no_room_for_a_second_pool(make, tmp_pat
 
 @pytest.mark.parametrize(("tp", "fits"), [(2, True), (4, True), (8, False)])
 def test_ppo_preflight_heads_divide_over_tensor_parallel_ranks(tp, fits, make):
-    found = faults(make(**{"trainer.n_gpus_per_node": 8, f"{ROLLOUT}.tensor_model_parallel_size": tp}))
+    wanted = {f"{ROLLOUT}.tensor_model_parallel_size": tp, f"{ROLLOUT}.name": "sglang"}
+    found = faults(make(**{"trainer.n_gpus_per_node": 8, **wanted}))
     assert (f"{ROLLOUT}.tensor_model_parallel_size" not in found) == fits
 
 
@@ -285,6 +287,28 @@ def test_ppo_preflight_both_kl_terms_warn_and_neither_means_no_reference(make):
         assert "reference" in [plan.role for plan in memory_plan(checked)]
 
 
+@pytest.mark.parametrize(
+    ("settings", "key", "text"),
+    [
+        ({"rollout_is": "tok"}, "rollout_is", "token"),
+        ({"rollout_is": "token", "rollout_is_threshold": "x"}, "rollout_is_threshold", "upper"),
+        ({"rollout_is": "token", "rollout_is_threshold": "3_2"}, "rollout_is_threshold", "3_2"),
+        ({"rollout_rs": "token_k9", "rollout_rs_threshold": "2.0"}, "rollout_rs", "token_k1"),
+        ({"rollout_rs": "token_k1"}, "", "rollout_rs_threshold"),
+    ],
+)
+def test_ppo_preflight_rollout_correction(settings, key, text, make):
+    whole = "algorithm.rollout_correction"
+    assert text in faults(make(**{whole: settings}))[f"{whole}.{key}".rstrip(".")]
+    good = {"rollout_is": "sequence", "rollout_is_threshold": "0.5_2.0", "rollout_rs": "token_k3"}
+    assert faults(make(**{whole: good | {"rollout_rs_threshold": "0.5_5.0"}})) == {}
+
+
+def test_ppo_preflight_hf_engine_runs_on_one_rank(make):
+    changes = {"trainer.n_gpus_per_node": 2, f"{ROLLOUT}.tensor_model_parallel_size": 2}
+    assert "one rank" in faults(make(**changes))[f"{ROLLOUT}.tensor_model_parallel_size"]
+
+
 def test_ppo_preflight_gdpo_needs_its_reward_keys(make):
     assert "algorithm.gdpo_reward_keys" in faults(make(**{"algorithm.adv_estimator": "gdpo"}))
     weights = {"algorithm.gdpo_reward_keys": ["a", "b"], "algorithm.gdpo_reward_weights": [1.0]}
@@ -327,7 +351,7 @@ def test_ppo_preflight_several_files_add_up(make, tmp_path):
     assert checked.num_train_prompts == 40
 
 
-@pytest.mark.parametrize("asking", [{"test_freq": 5}, {"val_before_train": True}, {"val_only": True}])
+@pytest.mark.parametrize("asking", [{"test_freq": 5}, {"val_before_train": True}])
 def test_ppo_preflight_validation_needs_files(asking, make):
     assert "data.val_files" in faults(make(trainer=asking))
 

@@ -92,7 +92,7 @@ def examine(config: PpoConfig) -> Checked:
     from ostinato.ppo import preflight_files as files
 
     checked = Checked(config)
-    for look_at in (_algorithm, _policy_loss, _kl, _batches, _parallel, _validation):
+    for look_at in (_algorithm, _policy_loss, _kl, _correction, _batches, _parallel, _validation):
         look_at(checked)
     for look_at in (files.data, files.models, files.reward_function, files.run_folder):
         look_at(checked)
@@ -175,6 +175,24 @@ def _kl(checked: Checked) -> None:
         )
 
 
+def _correction(checked: Checked) -> None:
+    """Try the correction on one token: its names and thresholds are read by the same code as in the run."""
+    import torch
+
+    from ostinato.algos import rollout_correction
+    from ostinato.algos.errors import AlgosError
+    from ostinato.ppo.schema import to_mapping
+
+    token = torch.zeros(1, 1)
+    settings = to_mapping(checked.config.algorithm.rollout_correction)
+    try:
+        rollout_correction(token, token, torch.ones(1, 1), **settings)
+    except AlgosError as error:
+        name, colon, text = str(error).partition(": ")
+        key = f".{name}" if colon and name in settings else ""
+        checked.refuse(f"algorithm.rollout_correction{key}", text if key else str(error))
+
+
 def _roles(checked: Checked) -> Iterator[tuple[str, int]]:
     """The trained roles and their mini-batch sizes in prompts."""
     yield ACTOR, checked.config.actor_rollout_ref.actor.ppo_mini_batch_size
@@ -218,6 +236,10 @@ def _parallel(checked: Checked) -> None:
     world, rollout, trainer = config.world_size, config.actor_rollout_ref.rollout, config.trainer
     shape = f"trainer.n_gpus_per_node={trainer.n_gpus_per_node} × trainer.nnodes={trainer.nnodes} = {world} ranks"
     tp, key = rollout.tensor_model_parallel_size, f"{ROLLOUT}.tensor_model_parallel_size"
+    if tp > 1 and rollout.name == "hf":
+        checked.refuse(
+            key, f"the hf engine runs on one rank, got {tp}; set it to 1, or take vllm or sglang", f"{ROLLOUT}.name"
+        )
     if world % tp:
         checked.refuse(key, f"{tp} does not divide the ranks: {shape}", "trainer.n_gpus_per_node", "trainer.nnodes")
     elif trainer.n_gpus_per_node % tp:
@@ -246,10 +268,10 @@ def _parallel(checked: Checked) -> None:
 
 def _validation(checked: Checked) -> None:
     trainer = checked.config.trainer
-    asking = [name for name in ("val_before_train", "val_only") if getattr(trainer, name)]
+    asking = ["val_before_train"] if trainer.val_before_train else []
     asking += ["test_freq"] if trainer.test_freq > 0 else []
     if asking and not checked.config.data.val_files:
-        checked.refuse("data.val_files", f"no file is given, and trainer.{asking[0]} asks for validation", *asking)
+        checked.refuse("data.val_files", f"no file is given, and trainer.{asking[0]} asks for validation")
 
 
 def _heads(checked: Checked) -> None:

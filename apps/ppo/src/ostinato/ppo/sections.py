@@ -154,7 +154,6 @@ class TrainerConfig:
         save_freq: steps between checkpoints; -1 saves none.
         test_freq: steps between validations; -1 validates never.
         val_before_train: validate before the first step.
-        val_only: validate once and stop.
         resume_mode: `auto` (the newest whole checkpoint of `default_local_dir`, if any), `disable`, `resume_path`.
         resume_from_path: the checkpoint folder (`…/global_step_N`) for `resume_path`.
         save_hf_model: put a Hugging Face folder of the policy into every checkpoint as well.
@@ -162,7 +161,7 @@ class TrainerConfig:
         critic_warmup: steps in which only the critic learns.
         balance_batch: deal rows over ranks by length; false leaves them in order.
         log_val_generations: so many validation samples are logged as text.
-        call_timeout_seconds: a worker call that takes longer counts as hung and ends the run.
+        call_timeout_seconds: a worker call that takes longer counts as hung and ends the run; null waits without end.
         dry_run: check everything, print the plan, and stop.
     """
 
@@ -180,7 +179,6 @@ class TrainerConfig:
     save_freq: int = -1
     test_freq: int = -1
     val_before_train: bool = False
-    val_only: bool = False
     resume_mode: Literal["auto", "disable", "resume_path"] = "auto"
     resume_from_path: str | None = None
     save_hf_model: bool = False
@@ -188,7 +186,7 @@ class TrainerConfig:
     critic_warmup: int = 0
     balance_batch: bool = True
     log_val_generations: int = 0
-    call_timeout_seconds: float = 3600.0
+    call_timeout_seconds: float | None = 3600.0
     dry_run: bool = False
 
     def __post_init__(self) -> None:
