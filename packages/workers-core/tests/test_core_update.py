@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -324,13 +325,23 @@ def test_split_mini_batches_follows_the_column(make_rows):
     assert [len(mini) for mini in split_mini_batches(rows, 99, alone)] == [2, 2, 0, 1]
 
 
+@pytest.mark.parametrize(("num", "expected"), [(1, [6]), (2, [3, 3]), (3, [2, 2, 2]), (6, [1] * 6), (8, [1] * 6)])
+def test_split_mini_batches_merges_a_finer_cut(make_rows, num, expected):
+    """One column, cut for the least common multiple of both roles' numbers, serves actor and critic."""
+    rows = make_rows(6).union(DataProto.from_dict({"mini_batch": torch.tensor([5, 0, 1, 4, 2, 3])}))
+    minis = split_mini_batches(rows, num, alone)
+    assert [len(mini) for mini in minis] == expected
+    numbers = [mini.batch["mini_batch"].tolist() for mini in minis]
+    assert all(max(a) < min(b) for a, b in pairwise(numbers))
+
+
 def test_split_mini_batches_agrees_over_ranks(make_rows):
     ranks = ThreadRanks(2)
     columns = [torch.tensor([0, 0]), torch.tensor([0, 2])]
 
     def work(rank: int) -> list[int]:
         rows = make_rows(2).union(DataProto.from_dict({"mini_batch": columns[rank]}))
-        return [len(mini) for mini in split_mini_batches(rows, 1, lambda v: ranks.all_reduce(rank, v))]
+        return [len(mini) for mini in split_mini_batches(rows, 3, lambda v: ranks.all_reduce(rank, v))]
 
     assert ranks.run(work) == [[2, 0, 0], [1, 0, 1]]
 

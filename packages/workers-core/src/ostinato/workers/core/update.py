@@ -119,8 +119,8 @@ def update(
 
     Args:
         engine: holds the model; its parameters and optimizer are on the device.
-        batch: this rank's rows. Rows of equal `mini_batch` (int64 column) form a mini-batch; without that column the
-            rows are cut into `num_mini_batches` consecutive pieces.
+        batch: this rank's rows; the int64 column `mini_batch` says how they are cut (`split_mini_batches`), without it
+            they are cut into consecutive pieces.
         objective: the loss.
         num_mini_batches: optimizer steps an epoch; the same on every rank.
         epochs: passes over the rows.
@@ -156,9 +156,12 @@ def update(
 def split_mini_batches(batch: DataProto, num_mini_batches: int, reduce: Reduce) -> list[DataProto]:
     """Cut this rank's rows into mini-batches, equally many on every rank; some may hold no row of this rank.
 
+    The column `mini_batch` may be finer than what is asked for (one cut serves actor and critic): of M numbers, those
+    from n·M/m up to (n + 1)·M/m form mini-batch n of m.
+
     Args:
         batch: this rank's rows.
-        num_mini_batches: how many, where there is no `mini_batch` column.
+        num_mini_batches: how many; no more than the column tells apart, where there is one.
         reduce: sums over the ranks.
 
     Returns:
@@ -167,16 +170,18 @@ def split_mini_batches(batch: DataProto, num_mini_batches: int, reduce: Reduce) 
     Raises:
         BatchError: `num_mini_batches` is below 1, or an entry of `mini_batch` is negative.
     """
+    if num_mini_batches < 1:
+        raise BatchError(f"update: num_mini_batches must be at least 1, got {num_mini_batches}")
     if "mini_batch" not in batch.columns:
-        if num_mini_batches < 1:
-            raise BatchError(f"update: num_mini_batches must be at least 1, got {num_mini_batches}")
         return batch.chunk(num_mini_batches)
     assert batch.batch is not None, "mini_batch is a tensor column"
     index = batch.batch["mini_batch"]
     if len(index) and int(index.min()) < 0:
         raise BatchError(f"update: column 'mini_batch' counts from 0, got {int(index.min())}")
-    count = largest_over_ranks(int(index.max()) + 1 if len(index) else 0, reduce)
-    return [batch[(index == k).nonzero().flatten().tolist()] for k in range(count)]
+    cut = largest_over_ranks(int(index.max()) + 1 if len(index) else 0, reduce)
+    count = min(num_mini_batches, cut)
+    number = index * count // max(cut, 1)
+    return [batch[(number == k).nonzero().flatten().tolist()] for k in range(count)]
 
 
 def global_counts(minis: Sequence[DataProto], reduce: Reduce) -> list[Counts]:
