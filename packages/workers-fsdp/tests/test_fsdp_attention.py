@@ -7,7 +7,7 @@ from ostinato.workers.core.config import ModelConfig
 from ostinato.workers.core.testing.conformance import assert_near
 from ostinato.workers.core.testing.oracle import STILL, make_rows, start
 from ostinato.workers.fsdp import FsdpEngine
-from ostinato.workers.fsdp.attention import varlen_attention
+from ostinato.workers.fsdp.attention import choose_attention, varlen_attention
 from ostinato.workers.fsdp.errors import ModelLoadError
 from ostinato.workers.fsdp.testing import fsdp
 
@@ -50,6 +50,21 @@ def test_varlen_refuses_what_it_would_get_wrong():
         arguments = {"cu_seq_lens_q": cu_seqlens, "max_length_q": 2, **wrong}
         with pytest.raises(ModelLoadError, match="sdpa"):
             varlen_attention(torch.nn.Identity(), x, x, x, None, **arguments)
+
+
+def test_varlen_is_chosen_where_it_fits():
+    from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    with torch.device("meta"):
+        llama = LlamaForCausalLM(LlamaConfig(**sizes))
+        softcapped = Gemma2ForCausalLM(Gemma2Config(**sizes, num_key_value_heads=2, head_dim=8))
+    gpu, cpu = torch.device("cuda"), torch.device("cpu")
+    assert choose_attention(llama, None, gpu, torch.bfloat16) == "ostinato_varlen"
+    assert choose_attention(llama, None, gpu, torch.float32) == "sdpa"
+    assert choose_attention(llama, None, cpu, torch.bfloat16) == "sdpa"
+    assert choose_attention(llama, "eager", gpu, torch.bfloat16) == "eager"
+    assert choose_attention(softcapped, None, gpu, torch.bfloat16) == "sdpa"
 
 
 @group

@@ -18,6 +18,7 @@ from ostinato.workers.fsdp.errors import ModelLoadError
 
 VARLEN = "varlen"
 _REGISTERED = "ostinato_varlen"
+_HALF = (torch.bfloat16, torch.float16)
 
 
 def registered_name(name: str) -> str:
@@ -26,6 +27,38 @@ def registered_name(name: str) -> str:
         return name
     AttentionInterface.register(_REGISTERED, varlen_attention)
     return _REGISTERED
+
+
+def choose_attention(module: nn.Module, requested: str | None, device: torch.device, dtype: torch.dtype) -> str:
+    """The attention of a model that runs packed rows, as transformers knows it.
+
+    Args:
+        module: The model, on any device.
+        requested: `override_config.attn_implementation`; None leaves the choice to this function: `varlen` where its
+            kernel runs and the model's attention is the plain one, else `sdpa`.
+        device: Where the model trains.
+        dtype: Type of the forward pass.
+    """
+    if requested is not None:
+        return registered_name(requested)
+    half = device.type == "cuda" and dtype in _HALF
+    return registered_name(VARLEN) if half and has_plain_attention(module) else "sdpa"
+
+
+def has_plain_attention(module: nn.Module) -> bool:
+    """Whether every layer's attention is causal softmax attention, at most with a sliding window."""
+    config: Any = module.config
+    config = config.get_text_config()
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    kinds = set(getattr(config, "layer_types", None) or ())
+    return (
+        bool(getattr(module, "_supports_flash_attn", False))
+        and getattr(config, "attn_logit_softcapping", None) is None
+        and getattr(config, "kv_lora_rank", None) is None
+        and kinds <= {"full_attention", "sliding_attention"}
+        and head_size <= 256
+        and not any(name.endswith("sinks") for name, _ in module.named_parameters())
+    )
 
 
 def varlen_attention(
@@ -67,7 +100,7 @@ def varlen_attention(
             "model.override_config.attn_implementation=sdpa."
         )
     window = (-1 if sliding_window is None else sliding_window - 1, 0)
-    if query.device.type == "cuda" and query.dtype in (torch.bfloat16, torch.float16):
+    if query.device.type == "cuda" and query.dtype in _HALF:
         return _kernel(query, key, value, scaling, window, cu_seq_lens_q, max_length_q)[None], None
     return _row_by_row(query, key, value, scaling, window[0], cu_seq_lens_q), None
 

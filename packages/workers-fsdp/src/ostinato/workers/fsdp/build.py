@@ -17,10 +17,16 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification, PretrainedConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForTokenClassification,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
 from ostinato.workers.core.config import ModelConfig
-from ostinato.workers.fsdp.attention import VARLEN, registered_name
+from ostinato.workers.fsdp.attention import VARLEN, choose_attention
 from ostinato.workers.fsdp.config import FsdpConfig, torch_dtype
 from ostinato.workers.fsdp.errors import ModelLoadError
 from ostinato.workers.fsdp.packing import Head
@@ -56,15 +62,21 @@ def read_config(model: ModelConfig, head: Head) -> PretrainedConfig:
     return config
 
 
-def attention(model: ModelConfig) -> str:
-    """Name of the attention, as transformers knows it; `override_config.attn_implementation`, sdpa where absent."""
-    name = model.override_config.get(ATTENTION, "sdpa")
-    if name == VARLEN and not model.use_remove_padding:
-        raise ModelLoadError(
-            f"model.override_config.{ATTENTION}: {VARLEN} runs packed rows only; set model.use_remove_padding=True or "
-            f"{ATTENTION}=sdpa."
-        )
-    return registered_name(name)
+def set_attention(module: nn.Module, model: ModelConfig, device: torch.device, dtype: torch.dtype) -> None:
+    """Give a model its attention: `override_config.attn_implementation`, or the fastest that fits where it is absent.
+
+    Raises:
+        ModelLoadError: `varlen` was asked for without packing.
+    """
+    requested = model.override_config.get(ATTENTION)
+    if not model.use_remove_padding:
+        if requested == VARLEN:
+            raise ModelLoadError(
+                f"model.override_config.{ATTENTION}: {VARLEN} runs packed rows only; set model.use_remove_padding=True "
+                f"or {ATTENTION}=sdpa."
+            )
+        requested = requested or "sdpa"
+    cast(PreTrainedModel, module).set_attn_implementation(choose_attention(module, requested, device, dtype))
 
 
 def _auto_class(head: Head) -> Any:
@@ -91,7 +103,6 @@ def make_meta_module(model: ModelConfig, config: PretrainedConfig, head: Head, d
         module = _auto_class(head).from_config(
             config,
             dtype=dtype,
-            attn_implementation=attention(model),
             trust_remote_code=model.trust_remote_code,
         )
     _finish_head(module, config)
@@ -118,7 +129,6 @@ def load_full_module(
         model.path,
         config=config,
         dtype=dtype,
-        attn_implementation=attention(model),
         trust_remote_code=model.trust_remote_code,
         output_loading_info=True,
     )
@@ -261,6 +271,7 @@ def build_module(
     """
     hf_config = read_config(model, head)
     module = make_meta_module(model, hf_config, head, config.master_dtype)
+    set_attention(module, model, device, config.compute_dtype(device))
     module.requires_grad_(trainable)
     if trainable and model.enable_gradient_checkpointing:
         module.gradient_checkpointing_enable({"use_reentrant": False})  # pyright: ignore[reportCallIssue]

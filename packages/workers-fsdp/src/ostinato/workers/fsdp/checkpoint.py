@@ -98,7 +98,7 @@ def load(
         mine: {kind: value for kind, value in _random_state(device).items() if f"random.{mine}.{kind}" in saved}
     }
     if optimizer is not None:
-        _match_optimizer(module, optimizer, saved)
+        _match_optimizer(module, optimizer, saved, device)
         state["optimizer"] = _optimizer_state(module, optimizer)
     load_state_dict(state, storage_reader=FileSystemReader(path))
     for kind, value in state["random"][mine].items():
@@ -132,9 +132,14 @@ def _check_model(path: Path, module: nn.Module, metadata: Metadata) -> None:
         )
 
 
-def _match_optimizer(module: nn.Module, optimizer: torch.optim.Optimizer, saved: set[str]) -> None:
-    """Give each parameter the same kinds of optimizer state as the checkpoint holds, ready to be read into."""
-    fused = bool(optimizer.defaults.get("fused"))
+def _match_optimizer(
+    module: nn.Module, optimizer: torch.optim.Optimizer, saved: set[str], device: torch.device
+) -> None:
+    """Give each parameter the same kinds of optimizer state as the checkpoint holds, ready to be read into.
+
+    A fused optimizer wants its step counter on the device, any other in host memory.
+    """
+    counter_device = device if optimizer.defaults.get("fused") else torch.device("cpu")
     for name, parameter in module.named_parameters():
         prefix = f"optimizer.{name}."
         kinds = {key.removeprefix(prefix) for key in saved if key.startswith(prefix)}
@@ -142,7 +147,7 @@ def _match_optimizer(module: nn.Module, optimizer: torch.optim.Optimizer, saved:
             optimizer.state.pop(parameter, None)
             continue
         optimizer.state[parameter] = {
-            kind: torch.zeros((), dtype=torch.float32, device=parameter.device if fused else "cpu")
+            kind: torch.zeros((), dtype=torch.float32, device=counter_device)
             if kind == "step"
             else torch.zeros_like(parameter.detach())
             for kind in sorted(kinds)

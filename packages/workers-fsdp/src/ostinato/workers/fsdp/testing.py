@@ -62,12 +62,13 @@ def check_half_precision(workspace: Path) -> None:
     exact = start(fsdp(), workspace / "lm")
     rows = make_rows(8, seed=2)
     expected = exact.outputs(rows, 8)
-    for attention in ("sdpa", "varlen"):
+    for attention in ("sdpa", "varlen", None):
         half = start(
             partial(FsdpEngine, engine=FsdpConfig()),
             workspace / "lm",
-            override_config={"attn_implementation": attention},
+            override_config={} if attention is None else {"attn_implementation": attention},
         )
+        assert attention is not None or half.engine._module.config._attn_implementation == "ostinato_varlen"  # pyright: ignore[reportAttributeAccessIssue]
         got = half.outputs(rows, 8)
         assert got is not None
         assert expected is not None
