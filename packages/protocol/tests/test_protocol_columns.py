@@ -105,7 +105,7 @@ def test_jagged_columns_pass_without_widths():
 
 def test_widths_must_agree_where_nothing_else_tells_them():
     x = DataProto.from_dict({"values": torch.zeros(2, 4), "returns": torch.zeros(2, 5)})
-    with pytest.raises(errors.ColumnMismatchError, match="R = 4 .from 'values'. wide, got 5"):
+    with pytest.raises(errors.ColumnMismatchError, match=r"R = 4 .from 'values'. wide, got 5"):
         columns.validate(x, ["values", "returns"])
 
 

@@ -31,7 +31,7 @@ def _rows(x, name):
     return [row.tolist() for row in column.unbind()] if isinstance(column, torch.Tensor) else column.tolist()
 
 
-# ------------------------------------------------------------------------------------------------------- construction
+# ---------------------------------------- construction
 
 
 def test_from_dict_takes_plain_lists_tensors_and_arrays():
@@ -224,7 +224,7 @@ def test_what_is_written_around_the_batch_is_found_out():
             operation()
 
 
-# ------------------------------------------------------------------------------------------------------ kinds of batch
+# ---------------------------------------- kinds of batch
 
 
 def test_lab_4_runs_as_written():
@@ -301,15 +301,15 @@ def test_dtypes_are_kept(dtype):
     padded, pad = x.pad_to_multiple(2)
     results = [
         DataProto.concat(x.chunk(2)), x[[0, 2]], x[::-1], x.reorder([2, 0, 1]), x.repeat(2), padded, padded.unpad(pad),
-        x.to("cpu"), x.select(["a", "j"]), x.union(x), pickle.loads(pickle.dumps(x)), DataProto.from_bytes(x.to_bytes()),
-        next(x.make_iterator(2, shuffle_seed=0)),
+        x.to("cpu"), x.select(["a", "j"]), x.union(x), pickle.loads(pickle.dumps(x)),
+        DataProto.from_bytes(x.to_bytes()), next(x.make_iterator(2, shuffle_seed=0)),
     ]  # fmt: skip
     for result in results:
         assert result.batch["a"].dtype == dtype
         assert result.batch["j"].dtype == dtype
 
 
-# ------------------------------------------------------------------------------------------------------------- padding
+# ---------------------------------------- padding
 
 
 def test_padding_starts_again_at_row_0_as_often_as_needed():
@@ -340,7 +340,7 @@ def test_unpad_refuses_more_rows_than_there_are():
             _full(5).unpad(pad)
 
 
-# -------------------------------------------------------------------------------------------------------- value semantics
+# ---------------------------------------- value semantics
 
 
 def test_pieces_share_no_meta():
@@ -419,7 +419,7 @@ def test_rename_swaps_and_refuses_a_clash():
             x.rename(names)
 
 
-# ------------------------------------------------------------------------------------------------------ concat and union
+# ---------------------------------------- concat and union
 
 
 def test_concat_of_nothing_is_refused():
@@ -556,7 +556,7 @@ def test_nan_equals_nan_in_union(column):
     assert x == y
 
 
-# ---------------------------------------------------------------------------------------------------------------- rows
+# ---------------------------------------- rows
 
 
 @pytest.mark.parametrize("mask", [[True, False, False, True, False], np.array([1, 0, 0, 1, 0], dtype=bool)])
@@ -571,8 +571,8 @@ def test_boolean_lists_are_masks_in_every_column(mask):
 
 @pytest.mark.parametrize(
     "item",
-    [5, -6, [0, 5], [-6], [True], [True, False, True, False, True, False], [True, 2], [0.5], "ids", None, [[0, 1]], 1.0, True,
-     np.array([1.5]), torch.ones(3), ["a"], {"a": 1}, slice("a", "b")],
+    [5, -6, [0, 5], [-6], [True], [True, False, True, False, True, False], [True, 2], [0.5], "ids", None, [[0, 1]], 1.0,
+     True, np.array([1.5]), torch.ones(3), ["a"], {"a": 1}, slice("a", "b")],
 )  # fmt: skip
 def test_indices_that_name_no_rows_are_refused(item):
     with pytest.raises(errors.RowIndexError) as caught:
@@ -636,22 +636,19 @@ def test_gradients_pass_through_row_operations():
 def test_parts_cost_no_copies_of_copies():
     """H-06: time is linear in rows, whatever the number of parts."""
     x = DataProto.from_dict(
-        {"a": torch.zeros(4096, 2048)}, {"n": np.zeros((4096, 8)), "t": [str(i) for i in range(4096)]}
+        {"a": torch.zeros(4096, 1024)}, {"n": np.zeros((4096, 8)), "t": [str(i) for i in range(4096)]}
     )
 
     def seconds(n):
-        best = float("inf")
-        for _ in range(5):
-            start = time.perf_counter()
-            DataProto.concat(x.chunk(n))
-            best = min(best, time.perf_counter() - start)
-        return best
+        start = time.process_time()
+        DataProto.concat(x.chunk(n))
+        return time.process_time() - start
 
-    few, many = seconds(8), seconds(64)
-    assert many < 2.5 * few + 5e-3
+    few, many = (min(seconds(n) for _ in range(9)) for n in (8, 64))
+    assert many < 2 * few + 5e-3
 
 
-# ---------------------------------------------------------------------------------------------------------- look and feel
+# ---------------------------------------- look and feel
 
 
 def test_equality_looks_at_everything():

@@ -17,7 +17,8 @@ import ostinato.protocol, ostinato.protocol.columns, ostinato.protocol.partition
 import ostinato.protocol.testing
 after = dict(os.environ), list(logging.root.handlers), list(warnings.filters), torch.get_default_dtype()
 end = time.perf_counter()
-print(json.dumps({"ratio": (end - start) / (middle - start), "new": sorted(set(sys.modules) - loaded), "clean": before == after}))
+ratio, new = (end - start) / (middle - start), sorted(set(sys.modules) - loaded)
+print(json.dumps({"ratio": ratio, "new": new, "clean": before == after}))
 """
 
 
@@ -27,8 +28,8 @@ def _report():
 
 
 def test_import_costs_little_more_than_torch_and_tensordict():
-    """At most 1.2 times; the lowest of a few tries, since the first reads from disk."""
-    assert min(_report()["ratio"] for _ in range(3)) <= 1.2
+    """At most 1.2 times; once more if a busy machine says otherwise."""
+    assert _report()["ratio"] <= 1.2 or _report()["ratio"] <= 1.2
 
 
 def test_import_has_no_effects_and_loads_nothing_heavy():

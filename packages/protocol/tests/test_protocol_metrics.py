@@ -40,7 +40,7 @@ def test_means_are_weighted():
 
 @given(st.lists(st.tuples(FINITE, st.floats(0, 1e3)), min_size=1, max_size=8), st.integers(1, 7))
 def test_means_do_not_depend_on_how_parts_are_grouped(parts, cut):
-    """The kind of H-75 and H-77: however values fall on ranks and micro-batches, the mean is the plain weighted mean."""
+    """The kind of H-75 and H-77: however values fall on ranks and micro-batches, it is the plain weighted mean."""
     metrics = [{"m": Metric.mean(v, w)} for v, w in parts]
     halves = [merge_metrics(*half) for half in (metrics[:cut], metrics[cut:])]
     total = sum(w for _, w in parts)

@@ -116,7 +116,7 @@ def test_micro_batches_keep_the_budget(lengths, budget, min_count):
 
 
 def test_micro_batches_by_hand():
-    assert token_budget_micro_batches([5, 3, 9, 12, 1, 2], 10) == [[3], [2, 4], [0, 1, 5]]
+    assert token_budget_micro_batches([5, 3, 9, 12, 1, 2], 10) == [[3], [0, 1, 5], [2, 4]]
     assert token_budget_micro_batches([4, 4, 4, 4], 100) == [[0, 1, 2, 3]]
     assert token_budget_micro_batches([4, 4, 4, 4], 100, min_count=2) == [[0, 2], [1, 3]]
     assert token_budget_micro_batches([5], 10, min_count=3) == [[0], [], []]

@@ -147,7 +147,7 @@ def encode(
     """
     writer, columns = _Writer(), []
     for name, column in tensors.items():
-        if column.is_nested:
+        if jagged.is_jagged(column):
             values, offsets, dim = jagged.unpacked(column)
             writer.tensor(name, f"values/{name}", values)
             writer.tensor(name, f"offsets/{name}", offsets)

@@ -10,15 +10,24 @@ structure share theirs here before and after every operation.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TypeGuard
 
 import torch
 
 from ostinato.protocol.errors import ColumnTypeError
 
 
-def is_jagged(column: object) -> bool:
-    """Whether a column is a nested tensor."""
-    return isinstance(column, torch.Tensor) and column.is_nested
+def is_jagged(column: object) -> TypeGuard[torch.Tensor]:
+    """Whether a column is a nested tensor of layout jagged."""
+    # The type alone answers for plain tensors; every attribute of a tensor subclass takes a long way round.
+    return type(column) is not torch.Tensor and isinstance(column, torch.Tensor) and column.layout == torch.jagged
+
+
+def rows_and_shape(column: torch.Tensor) -> tuple[int, tuple[int | str, ...], torch.Tensor]:
+    """Number of rows, what follows it in the shape, with "*" for the ragged dimension, and the plain values."""
+    values: torch.Tensor = column._values  # type: ignore[assignment]
+    dim = ragged_dim(column)
+    return len(offsets_of(column)) - 1, (*values.shape[: dim - 1], "*", *values.shape[dim:]), values
 
 
 def ragged_dim(column: torch.Tensor) -> int:
@@ -28,7 +37,7 @@ def ragged_dim(column: torch.Tensor) -> int:
 
 def offsets_of(column: torch.Tensor) -> torch.Tensor:
     """The offsets that a jagged tensor holds: (B + 1,) integers."""
-    return column.offsets()  # type: ignore[attr-defined]
+    return column._offsets  # type: ignore[attr-defined]
 
 
 def build(values: torch.Tensor, offsets: torch.Tensor, dim: int = 1) -> torch.Tensor:
@@ -106,7 +115,9 @@ def unpacked(column: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
     Returns:
         values, offsets (int64) and the ragged dimension.
     """
-    values, offsets, dim = column.values(), offsets_of(column), ragged_dim(column)
+    # `values()` is the differentiable way in, `_values` the short one.
+    values: torch.Tensor = column.values() if column.requires_grad else column._values  # type: ignore[attr-defined]
+    offsets, dim = offsets_of(column), ragged_dim(column)
     lengths = column._lengths  # type: ignore[attr-defined]
     if lengths is None:
         return values, offsets.to(torch.int64), dim

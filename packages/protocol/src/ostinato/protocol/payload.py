@@ -15,6 +15,7 @@ import torch
 from ostinato.protocol import jagged
 from ostinato.protocol.cells import same_array, same_tensor
 from ostinato.protocol.errors import ColumnMismatchError, ColumnTypeError
+from ostinato.protocol.jagged import is_jagged
 from ostinato.protocol.rows import Bounds
 
 Column = torch.Tensor | np.ndarray
@@ -58,14 +59,14 @@ def as_tensor(name: str, value: Any) -> torch.Tensor:
 
 def num_rows(column: Column) -> int:
     """Rows of a column."""
-    return int(column.shape[0])
+    return jagged.rows_and_shape(column)[0] if is_jagged(column) else int(column.shape[0])
 
 
 def shape(column: Column) -> tuple[int | str, ...]:
     """Shape of a column, with "*" for a jagged dimension."""
-    if isinstance(column, torch.Tensor) and column.is_nested:
-        dim = jagged.ragged_dim(column)
-        return tuple("*" if i == dim else int(size) for i, size in enumerate(column.shape))
+    if is_jagged(column):
+        rows, rest, _ = jagged.rows_and_shape(column)
+        return rows, *rest
     return tuple(column.shape)
 
 
@@ -76,7 +77,7 @@ def describe(column: Column) -> str:
     if isinstance(column, np.ndarray):
         return f"{size} {column.dtype} array"
     place = "" if column.device.type == "cpu" else f" on {column.device}"
-    kind = "jagged tensor" if column.is_nested else "tensor"
+    kind = "jagged tensor" if is_jagged(column) else "tensor"
     return f"{size} {str(column.dtype).removeprefix('torch.')} {kind}{place}"
 
 
@@ -84,7 +85,10 @@ def _kind(column: Column) -> tuple[object, ...]:
     """What must agree for two columns to be joined."""
     if isinstance(column, np.ndarray):
         return "array", column.dtype, column.shape[1:]
-    return column.is_nested, column.dtype, shape(column)[1:], column.device
+    if is_jagged(column):
+        _, rest, values = jagged.rows_and_shape(column)
+        return "jagged", values.dtype, rest, values.device
+    return "dense", column.dtype, column.shape[1:], column.device
 
 
 def same(a: Column, b: Column) -> bool:
@@ -95,7 +99,7 @@ def same(a: Column, b: Column) -> bool:
         return isinstance(a, np.ndarray) and isinstance(b, np.ndarray) and same_array(a, b)
     if _kind(a) != _kind(b):
         return False
-    if not a.is_nested:
+    if not is_jagged(a):
         return same_tensor(a, b)
     (values_a, offsets_a, _), (values_b, offsets_b, _) = jagged.unpacked(a), jagged.unpacked(b)
     return same_tensor(offsets_a, offsets_b) and same_tensor(values_a, values_b)
@@ -115,7 +119,7 @@ def cut(
         The columns of each run.
     """
     cutter = jagged.Cutter(bounds)
-    ragged = {name: cutter(column) for name, column in tensors.items() if column.is_nested}
+    ragged = {name: cutter(column) for name, column in tensors.items() if is_jagged(column)}
     return [
         (
             {name: ragged[name][i] if name in ragged else column[start:stop] for name, column in tensors.items()},
@@ -143,7 +147,7 @@ def take(
     on_device = {torch.device("cpu"): rows}
     taken: Tensors = {}
     for name, column in tensors.items():
-        if column.is_nested:
+        if is_jagged(column):
             taken[name] = taker(column)
             continue
         if column.device not in on_device:
@@ -172,7 +176,7 @@ def join(parts: Sequence[tuple[Mapping[str, torch.Tensor], Mapping[str, np.ndarr
     tensors = {}
     for name, column in parts[0][0].items():
         columns = [part[name] for part, _ in parts]
-        tensors[name] = joiner(columns) if column.is_nested else torch.cat(columns)
+        tensors[name] = joiner(columns) if is_jagged(column) else torch.cat(columns)
     return tensors, {name: np.concatenate([part[name] for _, part in parts]) for name in parts[0][1]}
 
 
@@ -199,7 +203,7 @@ def move(tensors: Mapping[str, torch.Tensor], device: torch.device, non_blocking
     moved: Tensors = {}
     offsets_there: dict[int, torch.Tensor] = {}
     for name, column in tensors.items():
-        if not column.is_nested:
+        if not is_jagged(column):
             moved[name] = column.to(device, non_blocking=non_blocking)
             continue
         values, offsets, dim = jagged.unpacked(column)

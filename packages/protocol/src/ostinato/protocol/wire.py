@@ -74,7 +74,7 @@ def reduce(
     offsets: list[torch.Tensor] = []
     packed = []
     for name, column in tensors.items():
-        if not column.is_nested:
+        if not jagged.is_jagged(column):
             packed.append((name, _pack_tensor(column, protocol), None, 0))
             continue
         values, ends, dim = jagged.unpacked(column)
