@@ -75,7 +75,7 @@ class StaleHead(HfRollout):
     def finish_load(self) -> None:
         super().finish_load()
         head = self.__dict__.setdefault("head", self._model.lm_head.weight.detach().clone())
-        if "lm_head.weight" in self._tied:
+        if self._specs["lm_head.weight"].tied_to is not None:
             self._model.lm_head.weight = torch.nn.Parameter(head)
 
 

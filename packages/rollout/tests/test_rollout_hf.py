@@ -13,6 +13,7 @@ from ostinato.rollout import RolloutConfig, SamplingParams, build_rollout, decod
 from ostinato.rollout.backends.hf import HfRollout
 from ostinato.rollout.decoding import GrowingLayer, first_occurrences
 from ostinato.rollout.errors import ConfigError, GenerationError, WeightMismatchError
+from ostinato.rollout.live_weights import _strided_place
 from ostinato.rollout.reshard import reshard
 from ostinato.rollout.testing import ModuleWeights, make_prompts, save_tiny_model
 
@@ -31,6 +32,10 @@ ARCHITECTURES = {
     "mistral-sliding": lambda: transformers.MistralConfig(**SIZES, sliding_window=4),
     "gemma2-alternating": lambda: transformers.Gemma2Config(**SIZES, head_dim=8, sliding_window=4),
     "qwen3": lambda: transformers.Qwen3Config(**SIZES, head_dim=8),
+    "qwen3-experts": lambda: transformers.Qwen3MoeConfig(
+        **SIZES, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24
+    ),
+    "mixtral-renamed-experts": lambda: transformers.MixtralConfig(**SIZES, num_local_experts=4),
     "gpt2-learned-positions": lambda: transformers.GPT2Config(
         vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=64
     ),
@@ -49,12 +54,12 @@ def test_hf_equals_transformers_generate_for_other_architectures(name, tmp_path)
         model = transformers.AutoModelForCausalLM.from_config(ARCHITECTURES[name]()).float().eval()
         with torch.no_grad():
             for parameter in model.parameters():
-                if parameter.ndim == 2:
+                if parameter.ndim >= 2:
                     parameter.normal_(std=0.2)
     model.save_pretrained(tmp_path)
     prompts = make_prompts(LISTS, width=8)
     assert prompts.batch is not None
-    with reshard(ModuleWeights(model), build_rollout(config(), model_path=tmp_path)) as rollout:
+    with reshard(ModuleWeights(model), build_rollout(config(), model_path=tmp_path), check=True) as rollout:
         rows = rollout.generate(prompts, SamplingParams(temperature=0, eos_token_ids=()))
     assert rows.batch is not None
     for i, tokens in enumerate(LISTS):
@@ -68,6 +73,27 @@ def test_hf_equals_transformers_generate_for_other_architectures(name, tmp_path)
             table = model(input_ids=expected).logits[0, len(tokens) - 1 : -1].log_softmax(-1)
         log_probs = table.gather(-1, rows.batch["responses"][i][:, None]).squeeze(-1)
         torch.testing.assert_close(rows.batch["rollout_log_probs"][i], log_probs, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_hf_wants_the_weights_of_the_model_folder(name, tmp_path):
+    """H-52: names and shapes are those of the safetensors file, where a mixture's experts lie apart."""
+    from safetensors import safe_open
+
+    transformers.AutoModelForCausalLM.from_config(ARCHITECTURES[name]()).save_pretrained(tmp_path)
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        expected = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
+    specs = build_rollout(config(), model_path=tmp_path).specs()
+    assert {key: spec.shape for key, spec in specs.items() if spec.tied_to is None} == expected
+
+
+def test_strided_place_follows_positions():
+    whole = torch.arange(24).view(4, 6)
+    for part in (whole, whole.t(), whole[1:3, 2:], whole[:, 3], whole[2:3], whole[1, 1], whole.view(2, 2, 6)[:, 1]):
+        place = _strided_place("p", "n", part.contiguous())
+        assert torch.equal(whole.as_strided(place.shape, place.stride, place.offset), part)
+    with pytest.raises(WeightMismatchError, match="strided part"):
+        _strided_place("p", "n", whole[torch.tensor([0, 3, 1])])
 
 
 def test_hf_learned_positions_never_run_past_the_context(tmp_path):
@@ -243,7 +269,7 @@ def test_hf_sleep_gives_memory_back_as_asked(free, tiny):
     rollout = build_rollout(config(free_cache_engine=free), model_path=path)
 
     def held() -> int:
-        return sum(tensor.untyped_storage().nbytes() for tensor in rollout._tensors.values())
+        return rollout._weights.num_bytes()
 
     assert held() == 0, "an engine that gets its weights from training holds none before"
     with reshard(ModuleWeights(model), rollout):

@@ -48,7 +48,7 @@ class WeightSource(Protocol):
         ...
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield every weight of `specs` once, as a full tensor.
+        """Yield every weight of `specs` once, as a full tensor; one that is `tied_to` another may be left out.
 
         Collective over the training ranks: every rank must exhaust the iterator. A tensor's memory may be reused once
         the next one is asked for.

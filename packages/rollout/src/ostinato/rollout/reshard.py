@@ -52,7 +52,7 @@ class _Watched:
             if self._check or name in self._groups:
                 self._sum(name, target, tensor)
             yield target, tensor
-        missing = tuple(name for name in self._specs if name not in seen)
+        missing = tuple(name for name, spec in self._specs.items() if name not in seen and spec.tied_to is None)
         if missing:
             raise WeightMismatchError(
                 f"reshard: the source ended without {', '.join(missing[:8])} ({len(missing)} of its own specs). "

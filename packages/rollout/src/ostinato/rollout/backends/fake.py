@@ -171,11 +171,11 @@ def _specs_of_folder(model_path: str | Path | None, dtype: torch.dtype) -> dict[
         return {}
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from ostinato.rollout.backends.hf import weight_specs
+    from ostinato.rollout.live_weights import LiveWeights
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_path), dtype=dtype)
-    return weight_specs(model)
+    return LiveWeights(model).specs()
 
 
 def _token(tokenizer: Any, name: str, default: int) -> int:

@@ -12,46 +12,16 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.initialization import no_init_weights
 
 from ostinato.rollout.assemble import PaddedResponses, assemble_padded, check_prompts, rollout_ids
-from ostinato.rollout.base import TensorSpec
-from ostinato.rollout.buckets import checksum
 from ostinato.rollout.config import PREFIX
 from ostinato.rollout.decoding import Decoded, Decoder, DecodeRequest
-from ostinato.rollout.errors import ConfigError, GenerationError, WeightMismatchError
+from ostinato.rollout.errors import ConfigError, GenerationError
 from ostinato.rollout.lifecycle import Lifecycle
+from ostinato.rollout.live_weights import LiveWeights
 
 if TYPE_CHECKING:
     from ostinato.protocol import DataProto
-    from ostinato.rollout.base import Bucket, WakeTag
+    from ostinato.rollout.base import Bucket, TensorSpec, WakeTag
     from ostinato.rollout.config import RolloutConfig, SamplingParams
-
-
-def live_weights(model: torch.nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """A model's own parameters and persistent buffers.
-
-    Returns:
-        Tensors by name, each memory once; and for every further name of a memory (a tied `lm_head.weight`) the name
-        that stands for it.
-    """
-    owners: dict[int, str] = {}
-    tensors: dict[str, torch.Tensor] = {}
-    tied: dict[str, str] = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        owner = owners.setdefault(id(tensor), name)
-        if owner == name:
-            tensors[name] = tensor
-        else:
-            tied[name] = owner
-    return tensors, tied
-
-
-def weight_specs(model: torch.nn.Module) -> dict[str, TensorSpec]:
-    """Name, full shape, dtype and ties of a model's parameters and persistent buffers, in the model's order."""
-    tensors, tied = live_weights(model)
-    specs: dict[str, TensorSpec] = {}
-    for name in model.state_dict(keep_vars=True):
-        tensor = tensors[tied.get(name, name)]
-        specs[name] = TensorSpec(tuple(tensor.shape), tensor.dtype, tied.get(name))
-    return specs
 
 
 def end_tokens(model_path: str | Path, model_config: Any, tokenizer: Any = None) -> tuple[int, ...]:
@@ -72,8 +42,9 @@ def _as_ids(value: int | Sequence[int] | None) -> list[int]:
 class HfRollout:
     """Generates with a transformers causal language model.
 
-    Any model of `AutoModelForCausalLM` whose cache holds keys and values works; names of weights are those of the
-    module tree. Samples depend on (seed, step, rollout_id) and the row's own prompt, not on the other rows.
+    Any model of `AutoModelForCausalLM` whose cache holds keys and values works; weights go by the names that the
+    model's folder has for them. Samples depend on (seed, step, rollout_id) and the row's own prompt, not on the other
+    rows.
 
     Args:
         config: everything under `actor_rollout_ref.rollout`.
@@ -110,9 +81,8 @@ class HfRollout:
         model_config = AutoConfig.from_pretrained(model_path)
         self._context_length = _context_length(config, model_config)
         self._model = self._build(model_path, model_config)
-        self._tensors, self._tied = live_weights(self._model)
-        self._specs = weight_specs(self._model)
-        self._shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
+        self._weights = LiveWeights(self._model)
+        self._specs = self._weights.specs()
         self._eos = end_tokens(model_path, model_config.get_text_config(decoder=True), tokenizer)
         self._pad = _pad_token(tokenizer, model_config, self._eos)
         self._decoder = Decoder(
@@ -121,7 +91,7 @@ class HfRollout:
         loaded = config.load_format != "dummy"
         self._state = Lifecycle("hf", self._specs, loaded=loaded)
         if not loaded:
-            self._drop_weights()
+            self._weights.drop()
 
     def _build(self, model_path: str | Path, model_config: Any) -> Any:
         dtype = self._config.torch_dtype
@@ -154,23 +124,13 @@ class HfRollout:
         """Take memory for the weights; the cache takes its own while it generates."""
         self._state.wake(tag)
         if tag == "weights":
-            for name, tensor in self._tensors.items():
-                if tensor.shape != self._shapes[name]:
-                    tensor.data = torch.empty(self._shapes[name], dtype=tensor.dtype, device=self._device)
+            self._weights.allocate(self._device)
 
     def load_weights(self, bucket: Bucket) -> None:
         """Copy some weights into the live parameters, cast to their dtype."""
         self._state.load(name for name, _ in bucket)
         for name, tensor in bucket:
-            self._copy(name, tensor)
-
-    @torch.no_grad()
-    def _copy(self, name: str, tensor: torch.Tensor) -> None:
-        target = self._tensors[self._tied.get(name, name)]
-        if target.shape != tensor.shape:
-            line = f"{name}: sent {tuple(tensor.shape)}, parameter {tuple(target.shape)}"
-            raise WeightMismatchError(f"hf rollout, load_weights: {line}. Send full tensors.", shapes=(line,))
-        target.copy_(tensor)
+            self._weights.load(name, tensor)
 
     def finish_load(self) -> None:
         """Check that every weight came."""
@@ -178,22 +138,18 @@ class HfRollout:
 
     def checksums(self) -> dict[str, int]:
         """A checksum of every weight, each memory once."""
-        return {name: checksum(tensor) for name, tensor in self._tensors.items()}
-
-    def _drop_weights(self) -> None:
-        for tensor in self._tensors.values():
-            tensor.data = torch.empty(0, dtype=tensor.dtype, device=self._device)
+        return self._weights.checksums()
 
     def sleep(self) -> None:
         """Give the weights' memory back (with `free_cache_engine`); new weights must come before the next use."""
         self._state.sleep()
         if self._config.free_cache_engine:
-            self._drop_weights()
+            self._weights.drop()
 
     def close(self) -> None:
         """Drop the weights for good."""
         self._state.close()
-        self._drop_weights()
+        self._weights.drop()
 
     def generate(self, prompts: DataProto, sampling: SamplingParams) -> DataProto:
         """Answer each prompt row once; see `Rollout.generate`."""

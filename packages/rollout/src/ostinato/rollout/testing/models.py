@@ -54,7 +54,7 @@ class ModuleWeights:
     """A `WeightSource` over a plain module: one process, nothing sharded.
 
     Args:
-        module: whose parameters are sent.
+        module: whose parameters are sent; those of a transformers model under the names of its folder.
         tied_names: also send the further names of a shared memory (a tied `lm_head.weight`), as some sources do.
     """
 
@@ -63,10 +63,14 @@ class ModuleWeights:
         self._tied_names = tied_names
 
     def _named(self) -> dict[str, torch.Tensor]:
-        return {
+        from transformers import PreTrainedModel
+        from transformers.core_model_loading import revert_weight_conversion
+
+        named = {
             name: parameter.detach()
             for name, parameter in self._module.named_parameters(remove_duplicate=not self._tied_names)
         }
+        return revert_weight_conversion(self._module, named) if isinstance(self._module, PreTrainedModel) else named
 
     def specs(self) -> dict[str, TensorSpec]:
         """Every parameter."""
