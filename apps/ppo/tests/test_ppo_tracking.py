@@ -260,9 +260,15 @@ def test_configuration_becomes_plain():
 # --- the console view ------------------------------------------------------------------------------------------------
 
 METRICS = {
-    "critic/score/mean": 0.41234, "actor/kl_loss": 0.00123, "actor/entropy": float("nan"),
-    "response_length/mean": 213.4,    "response_length/clip_ratio": 0.03, "perf/throughput": 12345.6, "timing_s/step": 12.34, "reward/errors": 0.0,
-}  # fmt: skip
+    "critic/score/mean": 0.41234,
+    "actor/kl_loss": 0.00123,
+    "actor/entropy": float("nan"),
+    "response_length/mean": 213.4,
+    "response_length/clip_ratio": 0.03,
+    "perf/throughput": 12345.6,
+    "timing_s/step": 12.34,
+    "reward/errors": 0.0,
+}
 EVENTS = [
     {"kind": "start", "run": "p/e", "total_steps": 100},
     {"kind": "step", "step": 3, "total_steps": 100, "metrics": METRICS},
