@@ -7,6 +7,7 @@ import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from ostinato.controller import Coordinates, Dispatch, Worker, register
 from ostinato.protocol import DataProto, Metric, columns
@@ -25,6 +26,8 @@ from ostinato.workers.core.scoring import Outputs, log_probs_of, planned, token_
 from ostinato.workers.core.update import update
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 ROLES = ("actor", "rollout", "ref", "actor_rollout", "actor_rollout_ref")
 SCORING = ("input_ids", "attention_mask", "response_mask")
@@ -231,7 +234,7 @@ class ActorRolloutRefWorker(Worker):
             plan = planned(engine, batch, limit)
             return token_columns(engine, batch, packer, log_probs_of, plan=plan, entropy=entropy)
 
-    def _need[T](self, part: T | None, method: str, role: str) -> T:
+    def _need(self, part: T | None, method: str, role: str) -> T:
         if part is None:
             reason = "call init_model first" if role in self.policy_role.split("_") else f"its role needs '{role}'"
             raise RoleError(f"{method}: this worker has the role '{self.policy_role}'; {reason}")
