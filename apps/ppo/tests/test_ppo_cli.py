@@ -15,8 +15,10 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
+from ostinato.controller import ResourcesUnavailable
 from ostinato.ppo.__main__ import main
 from ostinato.ppo.cli import compose, from_hydra, register_schema
+from ostinato.ppo.errors import ConfigError, LaunchError, Problem, RunFolderBusy
 
 LABS = {
     "ppo-one-gpu": """algorithm.adv_estimator=gae data.train_files=$D/train.parquet data.val_files=$D/test.parquet
@@ -437,6 +439,44 @@ def test_ppo_cli_external_lib_registers_before_names_are_checked(base, tmp_path,
     extension = "actor_rollout_ref.model.external_lib=ostinato_test_extension"
     assert main([*base, "algorithm.adv_estimator=of_my_own", extension]) == 0
     assert main([*base, "actor_rollout_ref.model.external_lib=no_such_module_of_mine"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("raised", "code"),
+    [
+        (None, 0),
+        (LaunchError("this machine cannot run it: 2 GPUs"), 1),
+        (RunFolderBusy("in use by another run"), 1),
+        (ResourcesUnavailable("pool", {"GPU": 16}, {"GPU": 8}, "too few"), 1),
+        (ConfigError([Problem("data.train_files", "gone")]), 2),
+    ],
+)
+def test_ppo_cli_refusals_of_a_run_end_without_a_traceback(raised, code, base, monkeypatch, capsys):
+    got = []
+
+    def run(config, on_event):
+        got.append(config)
+        on_event({"kind": "note", "text": "hello"})
+        if raised is not None:
+            raise raised
+
+    monkeypatch.setattr("ostinato.ppo.run.run", run)
+    assert main([*base, "trainer.dry_run=False"]) == code
+    printed = capsys.readouterr()
+    assert "hello" in printed.out
+    assert printed.out.startswith("plan\n")
+    assert got[0].actor_rollout_ref.rollout.n == 8
+    assert "Traceback" not in printed.err
+    assert raised is None or str(raised).partition(":")[0] in printed.err
+
+
+def test_ppo_cli_bugs_keep_their_traceback(base, monkeypatch):
+    def run(config, on_event):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("ostinato.ppo.run.run", run)
+    with pytest.raises(ZeroDivisionError):
+        main([*base, "trainer.dry_run=False"])
 
 
 def test_ppo_cli_schema_can_be_registered_twice(world):

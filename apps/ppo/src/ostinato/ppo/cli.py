@@ -69,13 +69,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: arguments without the program's name; None takes the process's own.
 
     Returns:
-        Exit code: 0 done, 1 this machine cannot run it, 2 the command cannot be run anywhere.
+        Exit code: 0 done, 1 this machine cannot run it or the run was refused on its way, 2 the command is faulty.
     """
     options = _parse(list(sys.argv[1:] if argv is None else argv))
     if isinstance(options, int):
         return options
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
-    from ostinato.ppo.errors import ConfigError, LaunchError
+    from ostinato.ppo.errors import ConfigError
 
     try:
         config, problems = compose(options.overrides, config_dir=options.config_dir, config_name=options.config_name)
@@ -91,15 +91,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         logger.warning(warning)
     if checked.config.trainer.dry_run:
         return _write("Everything checked; nothing was started (trainer.dry_run=True).\n")
+    return _run(checked.config)
+
+
+def _run(config: PpoConfig) -> int:
+    """Run a checked configuration; what the app or the cluster refuses ends without a traceback, a bug with one."""
+    from ostinato.controller import ResourcesUnavailable
     from ostinato.ppo.console import ConsoleView
+    from ostinato.ppo.errors import ConfigError, PpoError
     from ostinato.ppo.run import run
 
     try:
         with ConsoleView() as view:
-            run(checked.config, on_event=view)
+            run(config, on_event=view)
     except ConfigError as error:
         return _fail(error.problems)
-    except LaunchError as error:
+    except (PpoError, ResourcesUnavailable) as error:
         sys.stderr.write(f"{PROGRAM}: {error}\n")
         return 1
     return 0
