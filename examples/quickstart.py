@@ -109,7 +109,7 @@ def main() -> None:
         table.add_row(*head, *(f"{value:.3f}" for value in values.values()))
     console.print(table)
     console.print("(accuracy: greedy answers to 200 prompts that are not among the training prompts)")
-    console.print(f"Each run's reward_curve.png, metrics.jsonl, TensorBoard events, and checkpoint: {options.out}/NAME-SEED")
+    console.print(f"Each run's reward.png, metrics.jsonl, TensorBoard events, and checkpoint: {options.out}/NAME-SEED")
 
 
 if __name__ == "__main__":

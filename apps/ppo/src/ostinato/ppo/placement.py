@@ -43,7 +43,9 @@ def place(config: PpoConfig) -> Placement:
         pools["critic"] = POOL
     if config.reward_model.enable:
         reward = config.reward_model
-        roles["reward_model"] = WorkerSpec(RewardModelWorker, reward, engine=ENGINES[reward.strategy])
+        roles["reward_model"] = WorkerSpec(
+            RewardModelWorker, reward, engine=ENGINES[reward.strategy], policy_path=hybrid.model.path
+        )
         pools["reward_model"] = REWARD_POOL if reward.enable_resource_pool else POOL
     return Placement(roles, pools)
 
@@ -65,4 +67,4 @@ def open_backend(config: PpoConfig) -> Any:
     pools = [ResourcePool(POOL, [trainer.n_gpus_per_node] * trainer.nnodes, use_gpu=on_gpu)]
     if reward.enable and reward.enable_resource_pool:
         pools.append(ResourcePool(REWARD_POOL, [reward.n_gpus_per_node] * reward.nnodes, use_gpu=on_gpu))
-    return RayBackend(ResourcePoolManager(pools))
+    return RayBackend(ResourcePoolManager(pools), call_timeout_s=trainer.call_timeout_seconds)

@@ -14,6 +14,9 @@ logger = logging.getLogger(__name__)
 
 Event = dict[str, Any]
 
+QUIET = {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+"""Environment of the workers: one loading bar a process and role says nothing that the run's own bar does not."""
+
 
 def run(config: PpoConfig, on_event: Callable[[Event], None]) -> None:
     """Run a configuration to its end.
@@ -37,7 +40,7 @@ def run(config: PpoConfig, on_event: Callable[[Event], None]) -> None:
         return
     from ostinato.controller.ray import driver, env
 
-    with env.ray_session():
+    with env.ray_session(env_vars=QUIET):
         driver.run_on_cluster(train, config, on_event=on_event)
 
 
@@ -48,6 +51,7 @@ def train(config: PpoConfig, *, emit: Callable[[Event], None]) -> None:
         config: the configuration, `trainer.device` settled.
         emit: receives the run's events.
     """
+    from ostinato.ppo import curve
     from ostinato.ppo.checkpoint import Checkpoints, model_fingerprint
     from ostinato.ppo.data import Schedule, load_tokenizer
     from ostinato.ppo.placement import open_backend, place
@@ -76,6 +80,9 @@ def train(config: PpoConfig, *, emit: Callable[[Event], None]) -> None:
         stack.callback(reward.close)
         validation = Validation(config, tokenizer) if config.data.val_files else None
         Trainer(config, groups, reward, schedule, validation, tracker, checkpoints).fit()
+        if "jsonl" in trainer.logger:
+            tracker.note(f"reward curve: {curve.draw(checkpoints.folder)}")
+        tracker.note(f"done, {schedule.total_steps} steps; what the run leaves behind is in {checkpoints.folder}")
 
 
 def with_device(config: PpoConfig) -> PpoConfig:
