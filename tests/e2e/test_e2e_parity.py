@@ -6,7 +6,7 @@ import hashlib
 
 import numpy as np
 import pytest
-from conftest import metrics_of, nested, toy_overrides, untimed
+from toy_runs import metrics_of, nested, toy_overrides, untimed
 
 from ostinato.ppo import run as run_module
 from ostinato.ppo import trainer as trainer_module

@@ -10,8 +10,8 @@ import time
 
 import pytest
 import torch
-from conftest import arguments, metrics_of, toy_overrides, untimed
 from safetensors.torch import load_file
+from toy_runs import arguments, metrics_of, toy_overrides, untimed
 
 pytestmark = pytest.mark.e2e
 
