@@ -648,6 +648,33 @@ def test_parts_cost_no_copies_of_copies():
     assert many < 2 * few + 5e-3
 
 
+# ---------------------------------------- places
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_every_operation_works_on_a_gpu():
+    x = _full(7).union(DataProto.from_dict({"twin": [torch.arange(i % 3) * 2.0 for i in range(7)]}))
+    y = x.to("cuda")
+    assert {column.device.type for column in y.batch.values()} == {"cuda"}
+    assert y.batch["twin"].offsets() is y.batch["ragged"].offsets()
+    assert_equal(y.to("cpu"), x)
+    order = [3, 1, 0, 2, 6, 5, 4]
+    for there, here in [
+        (DataProto.concat(y.chunk(3)), x),
+        (y.chunk(3)[1], x.chunk(3)[1]),
+        (y.reorder(order), x.reorder(order)),
+        (y[y.batch["ids"][:, 0] > 4], x[x.batch["ids"][:, 0] > 4]),
+        (y.repeat(2), x.repeat(2)),
+        (y.pad_to_multiple(4)[0], x.pad_to_multiple(4)[0]),
+        (y.union(y), x),
+    ]:
+        assert_equal(there.to("cpu"), here)
+    assert_equal(pickle.loads(pickle.dumps(y)), x)
+    assert_equal(DataProto.from_bytes(y.to_bytes()), x)
+    assert y != x
+
+
 # ---------------------------------------- look and feel
 
 

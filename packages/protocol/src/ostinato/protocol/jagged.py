@@ -51,7 +51,10 @@ def build(values: torch.Tensor, offsets: torch.Tensor, dim: int = 1) -> torch.Te
     Returns:
         The jagged tensor, which shares `values` and holds `offsets` itself.
     """
-    return torch.nested.nested_tensor_from_jagged(values, offsets, jagged_dim=dim)
+    # What `torch.nested.nested_tensor_from_jagged` calls, after a check that logs a warning in every process (2.14).
+    from torch.nested._internal.nested_tensor import nested_view_from_values_offsets_lengths
+
+    return nested_view_from_values_offsets_lengths(values, offsets, None, ragged_idx=dim)
 
 
 def from_rows(name: str, rows: Sequence[torch.Tensor]) -> torch.Tensor:
