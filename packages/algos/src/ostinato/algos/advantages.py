@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import torch
+from torch.nn.functional import pad
 
 from ostinato.algos._checks import check_not_negative, check_rows, check_same_shape, check_two_dims
 from ostinato.algos._typing import Labels, RowFloats, TokenFloats, TokenMask
 from ostinato.algos.groups import make_groups
 from ostinato.algos.masked import is_valid, masked_whiten, zero_masked
 from ostinato.algos.registry import register_adv_est
-from ostinato.algos.scan import carry, next_valid, policy_ordinal, reverse_scan, reward_to_go
+from ostinato.algos.scan import compact, discounted_sum, policy_ordinal, reward_to_go, spread
 
 BASELINE_EPSILON = 1e-8
 
@@ -50,12 +51,14 @@ def gae(
     check_same_shape("gae", token_level_rewards=token_level_rewards, response_mask=response_mask, values=values)
     check_not_negative("gae", gamma=gamma, lam=lam)
     valid = is_valid(response_mask)
-    rewards = zero_masked(token_level_rewards.to(torch.float64), valid)
-    v = zero_masked(values.to(torch.float64), valid)
-    delta = zero_masked(rewards + gamma * next_valid(v, valid) - v, valid)
-    advantages = zero_masked(reverse_scan(delta, carry(valid, gamma * lam)), valid)
+    ordinal = policy_ordinal(valid)
+    rewards = compact(token_level_rewards, valid, ordinal)
+    v = compact(values, valid, ordinal)
+    delta = rewards + gamma * pad(v[:, 1:], (0, 1)) - v
+    raw = discounted_sum(delta, gamma * lam)
     dtype = token_level_rewards.dtype
-    return masked_whiten(advantages, valid).to(dtype), (advantages + v).to(dtype)
+    advantages = masked_whiten(spread(raw, valid, ordinal), valid)
+    return advantages.to(dtype), spread(raw + v, valid, ordinal).to(dtype)
 
 
 @register_adv_est("reinforce_plus_plus")

@@ -20,7 +20,8 @@ from ostinato.algos.logprob import (
     chunk_rows,
     chunk_statistics,
     compute_dtype,
-    scaled,
+    part_of,
+    scaled_log_softmax,
 )
 
 
@@ -38,19 +39,18 @@ class _FromHidden(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         dtype = _matmul_dtype(hidden)
         head = weight.to(dtype)
-        lse = hidden.new_empty(hidden.shape[0], dtype=torch.promote_types(dtype, torch.float32))
-        log_probs = torch.zeros_like(lse)
-        entropies = torch.zeros_like(lse)
+        log_probs = hidden.new_zeros(hidden.shape[0], dtype=torch.promote_types(dtype, torch.float32))
+        entropies = torch.zeros_like(log_probs)
         with torch.autocast(hidden.device.type, enabled=False):
             for start in range(0, hidden.shape[0], rows):
                 part = slice(start, start + rows)
-                z = scaled(hidden[part].to(dtype) @ head.T, temperature)
-                lse[part], chosen, some_entropies = chunk_statistics(z, labels[part], entropy)
+                log_p = scaled_log_softmax(hidden[part].to(dtype) @ head.T, temperature)
+                chosen, some_entropies = chunk_statistics(log_p, labels[part], entropy)
                 if chosen is not None:
                     log_probs[part] = chosen
                 if some_entropies is not None:
                     entropies[part] = some_entropies
-        ctx.save_for_backward(hidden, weight, labels, lse, entropies if entropy else None)
+        ctx.save_for_backward(hidden, weight, labels, entropies if entropy else None)
         ctx.temperature, ctx.rows, ctx.dtype = temperature, rows, dtype
         ctx.set_materialize_grads(False)
         return log_probs, entropies
@@ -58,7 +58,7 @@ class _FromHidden(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_log_probs: Tensor | None, grad_entropies: Tensor | None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        hidden, weight, labels, lse, entropies = ctx.saved_tensors
+        hidden, weight, labels, entropies = ctx.saved_tensors
         if entropies is None:
             grad_entropies = None
         want_hidden, want_weight = ctx.needs_input_grad[:2]
@@ -71,12 +71,11 @@ class _FromHidden(torch.autograd.Function):
                 part = slice(start, start + ctx.rows)
                 rows = hidden[part].to(ctx.dtype)
                 dz = chunk_gradient(
-                    scaled(rows @ head.T, ctx.temperature),
-                    lse[part],
+                    scaled_log_softmax(rows @ head.T, ctx.temperature),
                     labels[part],
-                    None if grad_log_probs is None else grad_log_probs[part],
-                    None if entropies is None else entropies[part],
-                    None if grad_entropies is None else grad_entropies[part],
+                    part_of(grad_log_probs, part),
+                    part_of(entropies, part),
+                    part_of(grad_entropies, part),
                 )
                 dz = (dz / ctx.temperature).to(ctx.dtype)
                 if grad_hidden is not None:

@@ -16,7 +16,7 @@ from ostinato.algos._checks import check_not_negative, check_rows, check_same_sh
 from ostinato.algos._typing import Labels, RowFloats, TokenFloats, TokenMask
 from ostinato.algos.errors import ArgumentError
 from ostinato.algos.groups import Groups, make_groups
-from ostinato.algos.masked import is_valid, masked_sum, masked_whiten, zero_masked
+from ostinato.algos.masked import is_valid, masked_whiten, zero_masked
 from ostinato.algos.registry import register_adv_est
 
 GROUP_STD_EPSILON = 1e-6
@@ -25,12 +25,13 @@ GROUP_STD_EPSILON = 1e-6
 def _row_scores(where: str, rewards: Tensor, response_mask: Tensor) -> Tensor:
     check_two_dims(where, "token_level_rewards", rewards)
     check_same_shape(where, token_level_rewards=rewards, response_mask=response_mask)
-    return masked_sum(rewards.to(torch.float64), response_mask, dim=-1)
+    return zero_masked(rewards, response_mask).sum(-1, dtype=torch.float64)
 
 
-def _tile(row_advantages: Tensor, table: Groups, response_mask: Tensor) -> Tensor:
+def _tile(row_advantages: Tensor, table: Groups, response_mask: Tensor, dtype: torch.dtype) -> Tensor:
     """(B,) -> (B, R): on policy tokens of the rows that count, 0 elsewhere."""
-    return zero_masked(row_advantages[:, None], is_valid(response_mask) & table.counted[:, None])
+    rows = zero_masked(row_advantages, table.counted).to(dtype)
+    return zero_masked(rows[:, None], response_mask)
 
 
 def _normalised(scores: Tensor, table: Groups, by_std: bool, epsilon: float) -> Tensor:
@@ -74,8 +75,8 @@ def grpo(
     check_not_negative("grpo", epsilon=epsilon)
     scores = _row_scores("grpo", token_level_rewards, response_mask)
     table = make_groups("grpo", groups, rollouts, response_mask)
-    advantages = _tile(_normalised(scores, table, norm_adv_by_std_in_grpo, epsilon), table, response_mask)
-    advantages = advantages.to(token_level_rewards.dtype)
+    row = _normalised(scores, table, norm_adv_by_std_in_grpo, epsilon)
+    advantages = _tile(row, table, response_mask, token_level_rewards.dtype)
     return advantages, advantages.clone()
 
 
@@ -122,7 +123,7 @@ def grpo_passk(
         lead = lead / (table.std(table.centre(scores)[0]) + epsilon)
     is_best = units == largest[table.unit_group]
     row = torch.where(is_best[table.unit], lead[table.group], lead.new_zeros(()))
-    advantages = _tile(row, table, response_mask).to(token_level_rewards.dtype)
+    advantages = _tile(row, table, response_mask, token_level_rewards.dtype)
     return advantages, advantages.clone()
 
 
@@ -160,7 +161,7 @@ def rloo(
     table = make_groups("rloo", groups, rollouts, response_mask)
     factor = table.size / (table.size - 1).clamp(min=1)
     row = table.centre(scores)[0] * factor[table.group]
-    advantages = _tile(row, table, response_mask).to(token_level_rewards.dtype)
+    advantages = _tile(row, table, response_mask, token_level_rewards.dtype)
     return advantages, advantages.clone()
 
 
@@ -194,7 +195,7 @@ def reinforce_plus_plus_baseline(
     where = "reinforce_plus_plus_baseline"
     scores = _row_scores(where, token_level_rewards, response_mask)
     table = make_groups(where, groups, rollouts, response_mask)
-    tiled = _tile(table.centre(scores)[0], table, response_mask)
+    tiled = _tile(table.centre(scores)[0], table, response_mask, torch.float64)
     counted = is_valid(response_mask) & table.counted[:, None]
     advantages = masked_whiten(tiled, counted).to(token_level_rewards.dtype)
     return advantages, advantages.clone()
@@ -234,7 +235,7 @@ def opo(
     centred, _ = table.centre(scores)
     # The weighted mean of centred scores is what is left to take away; a flat group stays exactly 0.
     shift = table.row_group_sum(length * centred) / table.row_group_sum(length).clamp(min=1)
-    advantages = _tile(centred - shift[table.group], table, response_mask).to(token_level_rewards.dtype)
+    advantages = _tile(centred - shift[table.group], table, response_mask, token_level_rewards.dtype)
     return advantages, advantages.clone()
 
 
@@ -270,7 +271,7 @@ def gpg(
     table = make_groups("gpg", groups, rollouts, response_mask)
     non_zero = table.unit_valid & (table.unit_mean(scores) != 0)
     alpha = table.unit_valid.sum().to(torch.float64) / non_zero.sum().clamp(min=1)
-    advantages = _tile(alpha * table.centre(scores)[0], table, response_mask).to(token_level_rewards.dtype)
+    advantages = _tile(alpha * table.centre(scores)[0], table, response_mask, token_level_rewards.dtype)
     return advantages, advantages.clone()
 
 
@@ -330,5 +331,5 @@ def gdpo(
         wide = torch.where(table.row_valid, scores.to(torch.float64), row.new_zeros(()))
         row = row + weight * _normalised(wide, table, norm_adv_by_std_in_grpo, epsilon)
     counted = is_valid(response_mask) & table.counted[:, None]
-    advantages = masked_whiten(_tile(row, table, response_mask), counted).to(token_level_rewards.dtype)
+    advantages = masked_whiten(_tile(row, table, response_mask, torch.float64), counted).to(token_level_rewards.dtype)
     return advantages, advantages.clone()

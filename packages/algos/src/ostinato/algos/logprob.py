@@ -1,6 +1,6 @@
 """Log-probabilities and entropies of tokens from logits, without a float32 copy of the logits.
 
-Both directions go through the positions in chunks. Only the logits as they came and one or two numbers a position are
+Both directions go through the positions in chunks. Only the logits as they came and at most one number a position are
 kept for the backward pass, which writes the one tensor that it has to return: the gradient in the logits' own dtype.
 `fused.py` does the same from hidden states, where the logits never exist as a whole.
 """
@@ -46,43 +46,44 @@ def check_positions(where: str, rows: Tensor, labels: Tensor | None, temperature
         )
 
 
-def scaled(logits: Tensor, temperature: float) -> Tensor:
-    """A chunk of logits in the compute dtype, divided by the temperature."""
+def scaled_log_softmax(logits: Tensor, temperature: float) -> Tensor:
+    """Log-probabilities (n, V) of a chunk in the compute dtype, the logits divided by the temperature first."""
     wide = logits.to(compute_dtype(logits))
-    return wide if temperature == 1.0 else wide / temperature
+    return (wide if temperature == 1.0 else wide / temperature).log_softmax(-1)
 
 
-def chunk_statistics(z: Tensor, labels: Tensor | None, entropy: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Of scaled logits (n, V): logsumexp (n,), log-probabilities of the labels, entropies."""
-    lse = z.logsumexp(-1)
-    log_probs = None if labels is None else z.gather(-1, labels[:, None]).squeeze(-1) - lse
+def chunk_statistics(log_p: Tensor, labels: Tensor | None, entropy: bool) -> tuple[Tensor | None, Tensor | None]:
+    """Of log-probabilities (n, V): those of the labels, and the entropies."""
+    chosen = None if labels is None else log_p.gather(-1, labels[:, None]).squeeze(-1)
     if not entropy:
-        return lse, log_probs, None
-    p = (z - lse[:, None]).exp()
+        return chosen, None
+    p = log_p.exp()
     # A logit of −inf is a token outside of the vocabulary: it adds 0, not 0·inf.
-    expected = torch.where(p > 0, p * z, z.new_zeros(())).sum(-1)
-    return lse, log_probs, lse - expected
+    return chosen, -torch.where(p > 0, p * log_p, p.new_zeros(())).sum(-1)
 
 
 def chunk_gradient(
-    z: Tensor,
-    lse: Tensor,
+    log_p: Tensor,
     labels: Tensor | None,
     grad_log_probs: Tensor | None,
     entropies: Tensor | None,
     grad_entropies: Tensor | None,
 ) -> Tensor:
     """Gradient of scaled logits (n, V): g·(onehot − p) for log-probabilities, −g·p·(log p + H) for entropies."""
-    log_p = z - lse[:, None]
     p = log_p.exp()
-    gradient = torch.zeros_like(z)
+    gradient = torch.zeros_like(p)
     if grad_log_probs is not None and labels is not None:
         gradient = gradient - p * grad_log_probs[:, None]
-        gradient.scatter_add_(-1, labels[:, None], grad_log_probs[:, None].to(z.dtype))
+        gradient.scatter_add_(-1, labels[:, None], grad_log_probs[:, None].to(p.dtype))
     if grad_entropies is not None and entropies is not None:
-        surprise = torch.where(p > 0, log_p + entropies[:, None], z.new_zeros(()))
+        surprise = torch.where(p > 0, log_p + entropies[:, None], p.new_zeros(()))
         gradient = gradient - p * surprise * grad_entropies[:, None]
     return gradient
+
+
+def part_of(tensor: Tensor | None, part: slice) -> Tensor | None:
+    """A chunk of what may not be there."""
+    return None if tensor is None else tensor[part]
 
 
 class _FromLogits(torch.autograd.Function):
@@ -92,20 +93,17 @@ class _FromLogits(torch.autograd.Function):
     def forward(
         ctx: Any, logits: Tensor, labels: Tensor | None, temperature: float, rows: int, entropy: bool
     ) -> tuple[Tensor, Tensor]:
-        num = logits.shape[0]
-        lse = logits.new_empty(num, dtype=compute_dtype(logits))
-        log_probs = torch.zeros_like(lse)
-        entropies = torch.zeros_like(lse)
-        for start in range(0, num, rows):
+        log_probs = logits.new_zeros(logits.shape[0], dtype=compute_dtype(logits))
+        entropies = torch.zeros_like(log_probs)
+        for start in range(0, logits.shape[0], rows):
             part = slice(start, start + rows)
-            z = scaled(logits[part], temperature)
-            chosen = None if labels is None else labels[part]
-            lse[part], some_log_probs, some_entropies = chunk_statistics(z, chosen, entropy)
-            if some_log_probs is not None:
-                log_probs[part] = some_log_probs
+            log_p = scaled_log_softmax(logits[part], temperature)
+            chosen, some_entropies = chunk_statistics(log_p, part_of(labels, part), entropy)
+            if chosen is not None:
+                log_probs[part] = chosen
             if some_entropies is not None:
                 entropies[part] = some_entropies
-        ctx.save_for_backward(logits, labels, lse, entropies if entropy else None)
+        ctx.save_for_backward(logits, labels, entropies if entropy else None)
         ctx.temperature, ctx.rows = temperature, rows
         ctx.set_materialize_grads(False)
         return log_probs, entropies
@@ -113,17 +111,12 @@ class _FromLogits(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_log_probs: Tensor | None, grad_entropies: Tensor | None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        logits, labels, lse, entropies = ctx.saved_tensors
+        logits, labels, entropies = ctx.saved_tensors
         gradient = torch.empty_like(logits)
-
-        def part_of(tensor: Tensor | None, part: slice) -> Tensor | None:
-            return None if tensor is None else tensor[part]
-
         for start in range(0, logits.shape[0], ctx.rows):
             part = slice(start, start + ctx.rows)
             dz = chunk_gradient(
-                scaled(logits[part], ctx.temperature),
-                lse[part],
+                scaled_log_softmax(logits[part], ctx.temperature),
                 part_of(labels, part),
                 part_of(grad_log_probs, part),
                 part_of(entropies, part),
@@ -138,7 +131,7 @@ def token_log_probs(
 ) -> PositionFloats:
     """Log-probability of each position's label under the temperature-scaled distribution.
 
-    log p = l_y/T − logsumexp(l/T), accumulated in float32.
+    log p = l_y/T − logsumexp(l/T), accumulated in float32 and relative to the largest logit.
 
     Args:
         logits: (N, V) of any floating dtype; −inf takes a token out of the vocabulary.
@@ -204,7 +197,7 @@ def token_log_probs_and_entropy(
 def token_sum_pi_squared(logits: Logits, temperature: float = 1.0, *, chunk_size: int | None = None) -> PositionFloats:
     """Σ π² over the vocabulary at each position, for `optimal_token_baseline`.
 
-    Σ π² = exp(logsumexp(2z) − 2·logsumexp(z)) with z = l/T; no gradient.
+    Σ π² with π = softmax(l/T); no gradient.
 
     Args:
         logits: (N, V) of any floating dtype; −inf takes a token out of the vocabulary.
@@ -223,8 +216,7 @@ def token_sum_pi_squared(logits: Logits, temperature: float = 1.0, *, chunk_size
     rows = chunk_rows(chunk_size, logits.shape[1])
     for start in range(0, logits.shape[0], rows):
         part = slice(start, start + rows)
-        z = scaled(logits[part], temperature)
-        out[part] = ((2.0 * z).logsumexp(-1) - 2.0 * z.logsumexp(-1)).exp()
+        out[part] = scaled_log_softmax(logits[part], temperature).exp().square().sum(-1)
     return out
 
 
@@ -260,8 +252,8 @@ class _FullKL(torch.autograd.Function):
 
     @staticmethod
     def _terms(logits: Tensor, ref_logits: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        log_p = scaled(logits, temperature).log_softmax(-1)
-        log_q = scaled(ref_logits, temperature).log_softmax(-1)
+        log_p = scaled_log_softmax(logits, temperature)
+        log_q = scaled_log_softmax(ref_logits, temperature)
         p = log_p.exp()
         return p, torch.where(p > 0, log_p - log_q, p.new_zeros(()))
 
