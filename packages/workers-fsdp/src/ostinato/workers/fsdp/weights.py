@@ -34,7 +34,8 @@ def gather(parameter: DTensor, device: torch.device, dtype: torch.dtype) -> torc
         device: Where the result lies.
         dtype: Type of the result, and of what travels.
     """
-    part = parameter.to_local().detach().to(device=device, dtype=dtype)
+    shard = parameter.to_local().detach()
+    part = shard.to(device=device, dtype=dtype)
     cast_parameter = DTensor.from_local(
         part,
         parameter.device_mesh,
@@ -43,7 +44,9 @@ def gather(parameter: DTensor, device: torch.device, dtype: torch.dtype) -> torc
         shape=parameter.shape,
         stride=parameter.stride(),
     )
-    return cast_parameter.full_tensor()
+    full = cast_parameter.full_tensor()
+    # One rank holds everything already; what is given away must not be the parameter itself.
+    return full.clone() if full.data_ptr() == shard.data_ptr() else full
 
 
 class FsdpWeightSource:
