@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import inspect
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import beartype
 import jaxtyping
 import numpy as np
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 
 import ostinato.algos as algos
 
@@ -53,7 +56,7 @@ def test_files_and_functions_stay_short(path):
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef):
             doc = ast.get_docstring(node, clean=False)
-            length = node.end_lineno - node.lineno + 1 - (len(doc.splitlines()) if doc else 0)
+            length = (node.end_lineno or 0) - node.lineno + 1 - (len(doc.splitlines()) if doc else 0)
             assert length <= 60, node.name
 
 
@@ -182,6 +185,23 @@ def checked(name):
 def test_signatures_hold_for_a_good_call(name):
     args, kwargs = CALLS[name]
     checked(name)(*args, **kwargs)
+
+
+def to_meta(value: Any) -> Any:
+    if torch.is_tensor(value):
+        return value.to("meta")
+    return {key: to_meta(item) for key, item in value.items()} if isinstance(value, dict) else value
+
+
+@pytest.mark.parametrize("name", [name for name in FUNCTIONS if any(torch.is_tensor(arg) for arg in CALLS[name][0])])
+def test_functions_stay_on_the_device_and_read_no_value(name):
+    """On the meta device a value read on the host, or a tensor of another device in the arithmetic, is an error."""
+    args, kwargs = CALLS[name]
+    fn = getattr(algos, name)
+    result = fn(*map(to_meta, args), **to_meta(kwargs))
+    leaves = tree_leaves(vars(result) if dataclasses.is_dataclass(result) else result)
+    assert any(torch.is_tensor(leaf) for leaf in leaves)
+    assert all(leaf.device.type == "meta" for leaf in leaves if torch.is_tensor(leaf))
 
 
 TRANSPOSED = [

@@ -73,9 +73,9 @@ def test_from_hidden_equals_the_plain_form(dtype, chunk_size, temperature):
     hidden = torch.randn(13, 8).to(dtype)
     weight = torch.randn(29, 8).to(dtype)
     labels = torch.randint(29, (13,))
-    leaves = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
+    leaves = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
     oracles = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
-    got = token_log_probs_and_entropy_from_hidden(*leaves, labels, temperature, chunk_size=chunk_size)
+    got = token_log_probs_and_entropy_from_hidden(leaves[0], leaves[1], labels, temperature, chunk_size=chunk_size)
     wide = oracles[0] @ oracles[1].T
     expected = plain(wide.to(torch.promote_types(dtype, torch.float32)), labels, temperature)
     mix = torch.randn(2, 13).to(expected[0].dtype)
@@ -98,7 +98,7 @@ def test_from_hidden_makes_only_the_gradients_asked_for(frozen):
     torch.manual_seed(0)
     tensors = [torch.randn(6, 4), torch.randn(9, 4)]
     tensors[1 - frozen].requires_grad_()
-    token_log_probs_from_hidden(*tensors, torch.arange(6), chunk_size=4).sum().backward()
+    token_log_probs_from_hidden(tensors[0], tensors[1], torch.arange(6), chunk_size=4).sum().backward()
     assert tensors[frozen].grad is None
     reference = [x.detach().clone() for x in tensors]
     reference[1 - frozen].requires_grad_()

@@ -140,7 +140,7 @@ def test_group_index_of_nothing_is_empty():
 
 def test_group_index_refuses_unhashable_labels():
     with pytest.raises(ArgumentError, match="hashable"):
-        group_index([["p"], ["q"]])
+        group_index([["p"], ["q"]])  # pyright: ignore[reportArgumentType]
 
 
 def test_groups_refuse_a_wrong_number_of_labels():

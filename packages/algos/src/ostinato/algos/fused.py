@@ -6,6 +6,7 @@ gradients is one chunk and a float32 accumulator of the head's gradient.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -27,7 +28,14 @@ from ostinato.algos.logprob import (
 
 def _matmul_dtype(hidden: Tensor) -> torch.dtype:
     device = hidden.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    return hidden.dtype
+
+
+def _without_autocast(device: str) -> AbstractContextManager[object]:
+    # The dtypes inside are chosen by hand. The meta device has no autocast to turn off.
+    return torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext()
 
 
 class _FromHidden(torch.autograd.Function):
@@ -41,7 +49,7 @@ class _FromHidden(torch.autograd.Function):
         head = weight.to(dtype)
         log_probs = hidden.new_zeros(hidden.shape[0], dtype=torch.promote_types(dtype, torch.float32))
         entropies = torch.zeros_like(log_probs)
-        with torch.autocast(hidden.device.type, enabled=False):
+        with _without_autocast(hidden.device.type):
             for start in range(0, hidden.shape[0], rows):
                 part = slice(start, start + rows)
                 log_p = scaled_log_softmax(hidden[part].to(dtype) @ head.T, temperature)
@@ -66,7 +74,7 @@ class _FromHidden(torch.autograd.Function):
         # The sum over chunks would lose its small terms in half precision.
         grad_weight = torch.zeros_like(weight, dtype=compute_dtype(weight)) if want_weight else None
         head = weight.to(ctx.dtype)
-        with torch.autocast(hidden.device.type, enabled=False):
+        with _without_autocast(hidden.device.type):
             for start in range(0, hidden.shape[0], ctx.rows):
                 part = slice(start, start + ctx.rows)
                 rows = hidden[part].to(ctx.dtype)
