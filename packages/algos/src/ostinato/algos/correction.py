@@ -251,12 +251,10 @@ def _rejections(rollout_rs: str | None, threshold: str | float | None) -> list[t
         if kind not in REJECTION_KINDS:
             raise unknown_name("rollout_rs", kind, REJECTION_KINDS)
     if threshold is None:
-        raise ArgumentError('rollout_rs needs rollout_rs_threshold, bounds on the ratio such as "0.5_2.0"')
+        raise ArgumentError('rollout_rs_threshold: missing; rollout_rs needs bounds on the ratio such as "0.5_2.0"')
     texts = str(threshold).split(",")
     if len(texts) not in (1, len(kinds)):
-        raise ArgumentError(
-            f"rollout_rs_threshold has {len(texts)} entries for {len(kinds)} kinds; give one, or one each"
-        )
+        raise ArgumentError(f"rollout_rs_threshold: {len(texts)} entries for {len(kinds)} kinds; give one, or one each")
     pairs = []
     for kind, text in zip(kinds, texts * len(kinds) if len(texts) == 1 else texts, strict=True):
         lower, upper = parse_bounds("rollout_rs_threshold", text.strip(), band=True)

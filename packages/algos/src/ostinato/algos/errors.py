@@ -30,5 +30,5 @@ def unknown_name(kind: str, name: object, known: Iterable[str]) -> UnknownNameEr
     """The error for a name that is not known, with the nearest known one and all of them."""
     names = sorted(known)
     near = difflib.get_close_matches(str(name), names, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
+    hint = f"; did you mean {near[0]!r}?" if near else "."
     return UnknownNameError(f"{kind}: unknown name {name!r}{hint} Known names: {', '.join(names)}")
