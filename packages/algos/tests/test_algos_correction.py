@@ -252,9 +252,9 @@ def test_unknown_options_are_refused():
         rollout_correction(old, rollout, mask, rollout_is="tokens")
     with pytest.raises(UnknownNameError, match="token_k1"):
         rollout_correction(old, rollout, mask, rollout_rs="k1", rollout_rs_threshold="2.0")
-    with pytest.raises(ArgumentError, match="^rollout_rs_threshold: missing"):
+    with pytest.raises(ArgumentError, match=r"^rollout_rs_threshold: missing"):
         rollout_correction(old, rollout, mask, rollout_rs="token_k1")
-    with pytest.raises(ArgumentError, match="3 entries for 2 kinds"):
+    with pytest.raises(ArgumentError, match=r"3 entries for 2 kinds"):
         rollout_correction(old, rollout, mask, rollout_rs="token_k1,token_k2", rollout_rs_threshold="2,2,2")
     with pytest.raises(ShapeError):
         rollout_correction(old, rollout[:, :2], mask)
