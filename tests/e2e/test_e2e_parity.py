@@ -14,7 +14,16 @@ from ostinato.ppo.config import PpoConfig
 
 pytestmark = pytest.mark.e2e
 
-EXACT = ["prompts", "responses", "input_ids", "attention_mask", "response_mask", "token_level_scores", "uid", "rollout_id"]
+EXACT = [
+    "prompts",
+    "responses",
+    "input_ids",
+    "attention_mask",
+    "response_mask",
+    "token_level_scores",
+    "uid",
+    "rollout_id",
+]
 CLOSE = ["rollout_log_probs", "old_log_probs", "ref_log_prob", "values", "advantages", "returns"]
 
 

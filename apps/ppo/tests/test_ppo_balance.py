@@ -14,7 +14,8 @@ def batch_of(lengths):
     width = max(lengths)
     mask = (torch.arange(width)[None] < torch.tensor(lengths)[:, None]).long()
     row = torch.arange(len(lengths))
-    return DataProto.from_dict(tensors={"attention_mask": mask, "row": row}, non_tensors={"uid": list(map(str, row.tolist()))})
+    uid = list(map(str, row.tolist()))
+    return DataProto.from_dict(tensors={"attention_mask": mask, "row": row}, non_tensors={"uid": uid})
 
 
 @pytest.mark.parametrize("dp_size", [1, 2, 3, 4])

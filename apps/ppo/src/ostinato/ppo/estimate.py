@@ -1,12 +1,12 @@
-"""From scores to advantages, on the driver: KL in the reward, rollout correction, the advantage estimator.
+"""From scores to advantages, on the driver: rollout correction, KL in the reward, the advantage estimator.
 
-Everything here is a pure function of `ostinato.algos` over a handful of `(B, R)` columns; this module only chooses and
-names.
+Everything here is a function of `ostinato.algos` over a handful of `(B, R)` columns; this module chooses and names.
 """
 
 from __future__ import annotations
 
 import inspect
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -17,12 +17,41 @@ from ostinato.algos import (
     get_adv_estimator,
     kl_penalty,
     masked_mean,
+    place_outcome,
     rewards_with_kl,
+    rollout_correction,
 )
-from ostinato.ppo.config import AlgorithmConfig
+from ostinato.ppo.config import AlgorithmConfig, RolloutCorrectionConfig
+from ostinato.ppo.rewards.manager import EXTRA
 from ostinato.protocol import DataProto, Metric
 
 READS = ("response_mask", "token_level_scores", "old_log_probs", "ref_log_prob", "values", "uid", "rollout_id")
+
+
+def correct(batch: DataProto, correction: RolloutCorrectionConfig) -> DataProto:
+    """Account for the gap between the policy that sampled and the one that is trained from.
+
+    Args:
+        batch: the scored rows; reads `old_log_probs`, `rollout_log_probs`, `response_mask`, `token_level_scores`.
+        correction: importance weights and rejection; with neither, nothing but the metrics is new.
+
+    Returns:
+        The batch with `training/rollout_probs_diff_*` and `rollout_corr/*` metrics, taken before any cut; with
+        importance weights also `rollout_is_weights (B, R)`; with rejection a smaller `response_mask`, and the scores of
+        rejected tokens moved to the row's last token that is left.
+    """
+    data = batch.get(["old_log_probs", "rollout_log_probs", "response_mask", "token_level_scores"]).batch
+    mask, scores = data["response_mask"], data["token_level_scores"]
+    result = rollout_correction(data["old_log_probs"], data["rollout_log_probs"], mask, **asdict(correction))
+    metrics = {name: Metric.mean(float(value), weight=float(mask.sum())) for name, value in result.metrics.items()}
+    changed = {} if result.weights is None else {"rollout_is_weights": result.weights}
+    if correction.rollout_rs is not None:
+        left = result.response_mask
+        lost = torch.where(left.bool(), 0.0, scores).sum(-1)
+        moved = torch.where(left.bool(), scores, 0.0) + place_outcome(lost, left)
+        changed |= {"response_mask": left, "token_level_scores": moved}
+    batch = batch.drop([name for name in changed if name in batch.columns])
+    return batch.union(DataProto.from_dict(tensors=changed, meta_info={"metrics": metrics}))
 
 
 class Estimate:
@@ -36,9 +65,10 @@ class Estimate:
         self.algorithm = algorithm
         self.estimator = get_adv_estimator(algorithm.adv_estimator)
         self.wanted = set(inspect.signature(self.estimator).parameters)
+        self.rewards = [f"{EXTRA}{key}" for key in algorithm.gdpo_reward_keys] if "reward_scores" in self.wanted else []
         control = algorithm.kl_ctrl
         if control.type == "adaptive":
-            self.kl = AdaptiveKLController(control.kl_coef, target=control.target_kl, horizon=control.horizon)
+            self.kl = AdaptiveKLController(control.kl_coef, control.target_kl, control.horizon)
         else:
             self.kl = FixedKLController(control.kl_coef)
 
@@ -47,43 +77,45 @@ class Estimate:
 
         Args:
             batch: the scored rows; reads `token_level_scores`, `response_mask`, `uid`, `rollout_id`, and where they are
-                there `values`, `old_log_probs`, `ref_log_prob`.
+                there `values`, `old_log_probs`, `ref_log_prob`; for `gdpo` the reward function's result columns.
 
         Returns:
             `token_level_rewards`, `advantages`, `returns`, all (B, R) float32 and 0 under the mask.
         """
-        data = batch.get([name for name in READS if name in batch.columns])
-        columns, mask, metrics = data.batch, data.batch["response_mask"], {}
-        rewards = columns["token_level_scores"]
+        data = batch.get([*(name for name in READS if name in batch.columns), *self.rewards])
+        rewards, metrics = data.batch["token_level_scores"], {}
         if self.algorithm.use_kl_in_reward:
-            rewards, metrics = self._penalise(columns, mask)
-        advantages, returns = self.estimator(**self._arguments(data, rewards, mask))
+            rewards, metrics = self._penalised(data)
+        advantages, returns = self.estimator(**self._arguments(data, rewards))
         tensors = {"token_level_rewards": rewards, "advantages": advantages, "returns": returns}
         return DataProto.from_dict(
             tensors={name: value.to(torch.float32) for name, value in tensors.items()}, meta_info={"metrics": metrics}
         )
 
-    def _penalise(self, columns: Any, mask: torch.Tensor) -> tuple[torch.Tensor, dict[str, Metric]]:
+    def _penalised(self, data: DataProto) -> tuple[torch.Tensor, dict[str, Metric]]:
         kind, beta = self.algorithm.kl_penalty, self.kl.value
-        old, reference = columns["old_log_probs"], columns["ref_log_prob"]
-        rewards = rewards_with_kl(columns["token_level_scores"], old, reference, mask, beta, kind)
-        kl = float(masked_mean(kl_penalty(old, reference, kind), mask))
+        mask, old, reference = (data.batch[name] for name in ("response_mask", "old_log_probs", "ref_log_prob"))
+        rewards = rewards_with_kl(data.batch["token_level_scores"], old, reference, mask, beta, kind)
+        kl = float(masked_mean(kl_penalty(old, reference, kind, mask), mask))
         self.kl.update(kl, len(mask))
         metrics = {"actor/reward_kl_penalty": Metric.mean(kl), "actor/reward_kl_penalty_coeff": Metric.mean(beta)}
         return rewards, metrics
 
-    def _arguments(self, data: DataProto, rewards: torch.Tensor, mask: torch.Tensor) -> dict[str, Any]:
+    def _arguments(self, data: DataProto, rewards: torch.Tensor) -> dict[str, Any]:
         """The inputs that the estimator's signature names, out of what there is."""
-        algorithm = self.algorithm
+        algorithm, columns = self.algorithm, data.non_tensor_batch
+        keys, weights = algorithm.gdpo_reward_keys, algorithm.gdpo_reward_weights
         there = {
             "token_level_rewards": rewards,
-            "response_mask": mask,
+            "response_mask": data.batch["response_mask"],
             "values": data.batch.get("values"),
-            "groups": data.non_tensor_batch["uid"].tolist(),
-            "rollouts": data.non_tensor_batch["rollout_id"].tolist(),
+            "groups": columns["uid"].tolist(),
+            "rollouts": columns["rollout_id"].tolist(),
             "gamma": algorithm.gamma,
             "lam": algorithm.lam,
             "norm_adv_by_std_in_grpo": algorithm.norm_adv_by_std_in_grpo,
+            "reward_scores": {key: torch.from_numpy(columns[f"{EXTRA}{key}"]) for key in keys if self.rewards},
+            "weights": dict(zip(keys, weights, strict=True)) if weights else None,
         }
         return {name: value for name, value in there.items() if name in self.wanted}
 

@@ -36,7 +36,9 @@ def place(config: PpoConfig) -> Placement:
 
     hybrid = config.actor_rollout_ref
     role = "actor_rollout_ref" if config.needs_reference else "actor_rollout"
-    roles = {"actor": WorkerSpec(ActorRolloutRefWorker, hybrid, role=role, engine=ENGINES[hybrid.actor.strategy])}
+    roles: dict[str, WorkerSpec[Any]] = {
+        "actor": WorkerSpec(ActorRolloutRefWorker, hybrid, role=role, engine=ENGINES[hybrid.actor.strategy])
+    }
     pools = {"actor": POOL}
     if config.needs_critic:
         roles["critic"] = WorkerSpec(CriticWorker, config.critic, engine=ENGINES[config.critic.strategy])

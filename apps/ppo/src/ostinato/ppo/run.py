@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
+from importlib import import_module
 from typing import Any
 
 from ostinato.ppo.config import PpoConfig
@@ -61,6 +62,9 @@ def train(config: PpoConfig, *, emit: Callable[[Event], None]) -> None:
     from ostinato.ppo.validation import Validation
 
     trainer = config.trainer
+    for role in (config.actor_rollout_ref, config.critic, config.reward_model):
+        if role.model.external_lib:  # may register estimators and reward scorers, which run here
+            import_module(role.model.external_lib)
     with ExitStack() as stack:
         checkpoints = Checkpoints(trainer.default_local_dir, trainer.max_actor_ckpt_to_keep)
         stack.callback(checkpoints.close)

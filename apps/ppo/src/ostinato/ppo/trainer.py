@@ -1,7 +1,8 @@
 """The loop: generate, score, estimate, update. One plain Python function on the driver.
 
-`Trainer` is handed everything that it uses (groups, reward, schedule, tracker, checkpoints) by `run.py` and knows neither
-Ray nor Hydra nor an engine. It passes one `DataProto` from stage to stage and looks at values only through `.get(columns)`.
+`Trainer` is handed everything that it uses (groups, reward, schedule, tracker, checkpoints) by `run.py` and knows
+neither Ray nor Hydra nor an engine. It passes one `DataProto` from stage to stage and looks at values only through
+`.get(columns)`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from ostinato.ppo.balance import balance
 from ostinato.ppo.checkpoint import Checkpoints
 from ostinato.ppo.config import PpoConfig
 from ostinato.ppo.data import Schedule, follow, rollouts
-from ostinato.ppo.estimate import Estimate
+from ostinato.ppo.estimate import Estimate, correct
 from ostinato.ppo.metrics import batch_metrics
 from ostinato.ppo.tracking import Tracker
 from ostinato.ppo.validation import Validation
@@ -83,6 +84,7 @@ class Trainer:
                     with log.time("values"):
                         batch = batch.union(self.critic.compute_values(batch))
                 with log.time("adv"):
+                    batch = correct(batch, cfg.algorithm.rollout_correction)
                     batch = batch.union(self.estimate(batch))
                 if self.critic:
                     with log.time("update_critic"):
@@ -112,7 +114,7 @@ class Trainer:
 
         def write(folder: Path) -> None:
             for role in self.trained:
-                self.groups[role].save_checkpoint(str(folder / role))
+                self.groups[role].save_checkpoint(str(folder / role), self.step)
             if self.config.trainer.save_hf_model:
                 self.actor.export_hf(str(folder / "huggingface"))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -52,10 +52,10 @@ class Validation:
             batch = follow(batch, actor.generate_sequences(batch.select(columns.PROMPT)))
             batch = batch.union(reward(batch))
             parts.append(batch.get([name for name in batch.columns if name in _READS or name.startswith(EXTRA)]))
-        scored = DataProto.concat([part.with_meta(metrics={}) for part in parts])
-        for text in self.samples(scored):
-            logger.info("validation after step %d: %s", step, text)
-        return _statistics(scored)
+        if self.num_samples:
+            for text in self.samples(parts[0]):
+                logger.info("validation after step %d: %s", step, text)
+        return _statistics(parts)
 
     def samples(self, scored: DataProto) -> list[str]:
         """The first `trainer.log_val_generations` answers as text, each with its score."""
@@ -67,6 +67,7 @@ class Validation:
         ]
 
 
+_SCORE = f"{EXTRA}score"
 _READS = ("uid", "data_source", "token_level_scores", "responses", "response_mask")
 
 
@@ -74,14 +75,19 @@ def _row_scores(scored: DataProto) -> np.ndarray:
     return scored.batch["token_level_scores"].sum(-1).double().numpy()
 
 
-def _statistics(scored: DataProto) -> dict[str, Metric]:
-    extra = {
-        name.removeprefix(EXTRA): values for name, values in scored.non_tensor_batch.items() if name.startswith(EXTRA)
-    }
-    numbers = {name: values for name, values in extra.items() if values.dtype != object and name != "score"}
+def _statistics(parts: Sequence[DataProto]) -> dict[str, Metric]:
+    """Statistics over all batches, which need not have the same result columns: data sources may differ."""
+    names = dict.fromkeys(name for part in parts for name in part.columns if name.startswith(EXTRA))
+    extra = {name.removeprefix(EXTRA): [_values(part, name) for part in parts] for name in names if name != _SCORE}
+    numbers = {name: np.concatenate(values) for name, values in extra.items() if all(v.dtype != object for v in values)}
     return validation_metrics(
-        scored.non_tensor_batch["data_source"].tolist(),
-        scored.non_tensor_batch["uid"].tolist(),
-        {SCORE: _row_scores(scored), **numbers},
-        extra[PREDICTION].tolist() if PREDICTION in extra else None,
+        [source for part in parts for source in part.non_tensor_batch["data_source"]],
+        [uid for part in parts for uid in part.non_tensor_batch["uid"]],
+        {SCORE: np.concatenate([_row_scores(part) for part in parts]), **numbers},
+        np.concatenate(extra[PREDICTION]).tolist() if PREDICTION in extra else None,
     )
+
+
+def _values(part: DataProto, name: str) -> np.ndarray:
+    """A result column, or NaN where this batch has none."""
+    return part.non_tensor_batch[name] if name in part.columns else np.full(len(part), np.nan)

@@ -1,7 +1,8 @@
 """A task and a model small enough for a laptop: name the largest of three digits.
 
-Writes a model that has learnt nothing (random weights, a real transformers architecture, its own small tokenizer with
-a chat template, saved as a Hugging Face folder) and all 1,000 prompts in two disjoint parts, 800 to train and 200 to validate:
+Writes a model that has learnt nothing (random weights, a real transformers architecture, its own small tokenizer with a
+chat template, saved as a Hugging Face folder) and all 1,000 prompts in two disjoint parts, 800 to train and 200 to
+validate:
 
     python -m ostinato.ppo.prepare.largest --local_dir DIR
 
@@ -98,9 +99,9 @@ def write_model(folder: Path, seed: int) -> int:
         num_key_value_heads=2,
         max_position_embeddings=64,
         tie_word_embeddings=False,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=WORDS.index("<pad>"),
+        bos_token_id=WORDS.index("<s>"),
+        eos_token_id=WORDS.index("</s>"),
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -135,7 +136,9 @@ def prepare(local_dir: str | os.PathLike[str], seed: int = 0) -> dict[str, int]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the program."""
-    parser = argparse.ArgumentParser(prog="ostinato.ppo.prepare.largest", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="ostinato.ppo.prepare.largest", description="the toy task: the largest of three digits"
+    )
     parser.add_argument("--local_dir", required=True, help="folder for model/, train.parquet and val.parquet")
     parser.add_argument("--seed", type=int, default=0, help="seed of the model's random weights (default 0)")
     options = parser.parse_args(argv)

@@ -1,0 +1,38 @@
+"""The validation pass over batches of different data sources."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from ostinato.ppo.validation import _statistics
+from ostinato.protocol import DataProto
+
+
+def scored(source, scores, **extra):
+    rows = len(scores)
+    return DataProto.from_dict(
+        tensors={"token_level_scores": torch.tensor(scores)[:, None].float()},
+        non_tensors={
+            "uid": [f"{source}-{row}" for row in range(rows)],
+            "data_source": [source] * rows,
+            "reward/score": np.asarray(scores, dtype=np.float64),
+            **{f"reward/{name}": np.asarray(values) for name, values in extra.items()},
+        },
+    )
+
+
+def test_validation_statistics_over_batches_with_unlike_results():
+    metrics = _statistics([scored("a", [1.0, 0.0], acc=[1.0, 0.0]), scored("b", [0.5, 0.5, 0.5])])
+    assert metrics["val-core/a/acc/mean@1"].value == 0.5
+    assert metrics["val-core/b/reward/mean@1"].value == 0.5
+    assert metrics["val-aux/a/reward/mean@1"].value == pytest.approx(0.5)
+    assert "val-core/b/acc/mean@1" not in metrics
+
+
+def test_validation_statistics_vote_by_prediction():
+    part = scored("a", [1.0, 1.0, 0.0], pred=np.array(["7", "7", "3"], dtype=object))
+    part.non_tensor_batch["uid"][:] = "a-0"
+    metrics = _statistics([part, scored("b", [1.0])])
+    assert metrics["val-core/a/reward/maj@3"].value > metrics["val-core/a/reward/mean@3"].value
