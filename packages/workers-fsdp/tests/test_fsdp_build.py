@@ -111,7 +111,7 @@ def test_build_override_config_changes_the_model(workspace):
     config = engine._module.config
     assert config.rms_norm_eps == 0.5
     assert config._attn_implementation == "eager"
-    assert _build(path=str(workspace / "lm"))._module.config._attn_implementation == "sdpa"
+    assert _build(path=str(workspace / "lm"))._module.config._attn_implementation == "ostinato_varlen"
 
 
 @group

@@ -1,7 +1,8 @@
 """Attention over packed rows whose cost grows with the rows' lengths, not with the length of the pack.
 
-transformers' own `sdpa` keeps packed rows apart with a dense T × T mask and computes all of it. `varlen` hands the
-rows' boundaries to PyTorch's variable-length kernel instead: no mask, and no work between rows.
+transformers' own `sdpa` keeps packed rows apart with a dense T × T mask and computes all of it. `varlen` does no work
+between rows: half precision on a GPU hands the boundaries to PyTorch's variable-length kernel, anything else runs rows
+of like length as one padded batch.
 """
 
 from __future__ import annotations
@@ -29,20 +30,17 @@ def registered_name(name: str) -> str:
     return _REGISTERED
 
 
-def choose_attention(module: nn.Module, requested: str | None, device: torch.device, dtype: torch.dtype) -> str:
+def choose_attention(module: nn.Module, requested: str | None) -> str:
     """The attention of a model that runs packed rows, as transformers knows it.
 
     Args:
         module: The model, on any device.
-        requested: `override_config.attn_implementation`; None leaves the choice to this function: `varlen` where its
-            kernel runs and the model's attention is the plain one, else `sdpa`.
-        device: Where the model trains.
-        dtype: Type of the forward pass.
+        requested: `override_config.attn_implementation`; None leaves the choice to this function: `varlen` where the
+            model's attention is the plain one, else `sdpa`.
     """
     if requested is not None:
         return registered_name(requested)
-    half = device.type == "cuda" and dtype in _HALF
-    return registered_name(VARLEN) if half and has_plain_attention(module) else "sdpa"
+    return registered_name(VARLEN) if has_plain_attention(module) else "sdpa"
 
 
 def has_plain_attention(module: nn.Module) -> bool:
@@ -75,7 +73,7 @@ def varlen_attention(
 ) -> tuple[torch.Tensor, None]:
     """Causal attention inside each row, with transformers' calling convention.
 
-    Half precision on a GPU runs PyTorch's variable-length kernel; anything else runs row by row.
+    Half precision on a GPU runs PyTorch's variable-length kernel; anything else runs rows of like length together.
 
     Args:
         module: The attention layer; only for error texts.
@@ -102,7 +100,7 @@ def varlen_attention(
     window = (-1 if sliding_window is None else sliding_window - 1, 0)
     if query.device.type == "cuda" and query.dtype in _HALF:
         return _kernel(query, key, value, scaling, window, cu_seq_lens_q, max_length_q)[None], None
-    return _row_by_row(query, key, value, scaling, window[0], cu_seq_lens_q), None
+    return _padded(query, key, value, scaling, window[0], cu_seq_lens_q), None
 
 
 def _kernel(
@@ -128,7 +126,7 @@ def _kernel(
     return out
 
 
-def _row_by_row(
+def _padded(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -136,18 +134,36 @@ def _row_by_row(
     back: int,
     cu_seqlens: torch.Tensor,
 ) -> torch.Tensor:
+    """Rows of like length as one padded batch; padding stands behind a row, where causal attention does not look."""
     groups = query.shape[1] // key.shape[1]
-    lengths = cu_seqlens.diff().tolist()
-    rows = zip(*(x.split(lengths, dim=2) for x in (query, key, value)), strict=True)
-    parts = []
-    for q, k, v in rows:
-        length = q.shape[2]
-        mask = None
-        if back >= 0:
-            place = torch.arange(length, device=q.device)
-            gap = place[:, None] - place
-            mask = (gap >= 0) & (gap <= back)
+    heads = [x[0].transpose(0, 1) for x in (query, key, value)]  # (T, heads, D)
+    starts, lengths = cu_seqlens[:-1].to(torch.int64), cu_seqlens.diff().to(torch.int64)
+    places, parts = [], []
+    for rows in _like_lengths(lengths.tolist()):
+        index = torch.tensor(rows, device=lengths.device)
+        width = int(lengths[index].max())
+        column = torch.arange(width, device=lengths.device)
+        inside = column < lengths[index][:, None]
+        place = torch.where(inside, starts[index][:, None] + column, starts[index][:, None])
+        q, k, v = (x[place].transpose(1, 2) for x in heads)  # (rows, heads, width, D)
         k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
+        mask = None
+        if 0 <= back < width - 1:
+            gap = column[:, None] - column
+            mask = (gap >= 0) & (gap <= back)
         out = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling)
-        parts.append(out.transpose(1, 2))
-    return torch.cat(parts, dim=1)
+        parts.append(out.transpose(1, 2)[inside])
+        places.append(place[inside])
+    packed = torch.cat(parts)
+    return torch.empty_like(packed).index_copy(0, torch.cat(places), packed)[None]
+
+
+def _like_lengths(lengths: list[int]) -> list[list[int]]:
+    """Group rows so that none is padded to more than 1.25 times its length; rows without tokens are left out."""
+    groups: list[list[int]] = []
+    for row in sorted((row for row, length in enumerate(lengths) if length), key=lambda row: -lengths[row]):
+        if groups and lengths[groups[-1][0]] <= 1.25 * lengths[row]:
+            groups[-1].append(row)
+        else:
+            groups.append([row])
+    return groups

@@ -62,7 +62,7 @@ def read_config(model: ModelConfig, head: Head) -> PretrainedConfig:
     return config
 
 
-def set_attention(module: nn.Module, model: ModelConfig, device: torch.device, dtype: torch.dtype) -> None:
+def set_attention(module: nn.Module, model: ModelConfig) -> None:
     """Give a model its attention: `override_config.attn_implementation`, or the fastest that fits where it is absent.
 
     Raises:
@@ -76,7 +76,7 @@ def set_attention(module: nn.Module, model: ModelConfig, device: torch.device, d
                 f"or {ATTENTION}=sdpa."
             )
         requested = requested or "sdpa"
-    cast(PreTrainedModel, module).set_attn_implementation(choose_attention(module, requested, device, dtype))
+    cast(PreTrainedModel, module).set_attn_implementation(choose_attention(module, requested))
 
 
 def _auto_class(head: Head) -> Any:
@@ -271,7 +271,7 @@ def build_module(
     """
     hf_config = read_config(model, head)
     module = make_meta_module(model, hf_config, head, config.master_dtype)
-    set_attention(module, model, device, config.compute_dtype(device))
+    set_attention(module, model)
     module.requires_grad_(trainable)
     if trainable and model.enable_gradient_checkpointing:
         module.gradient_checkpointing_enable({"use_reentrant": False})  # pyright: ignore[reportCallIssue]
