@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import sys
 import time
 
 import pytest
@@ -13,6 +15,7 @@ from ostinato.controller import (
     ControllerError,
     GroupStopped,
     LocalBackend,
+    RayNotRunning,
     ResourcePool,
     ResourcePoolManager,
     WorkerDied,
@@ -20,7 +23,8 @@ from ostinato.controller import (
     WorkerSpec,
 )
 from ostinato.controller.ray import RayBackend, init_ray, shutdown_ray
-from ostinato.controller.testing import EchoWorker, FailsToBuild, FaultyWorker
+from ostinato.controller.ray.driver import run_on_cluster
+from ostinato.controller.testing import EchoWorker, FailsToBuild, FaultyWorker, UnpicklableError
 from ostinato.protocol import DataProto
 
 
@@ -137,6 +141,60 @@ def test_local_worker_that_exits_does_not_end_the_driver():
     with pytest.raises(ValueError, match="bad row on rank 0"):
         group.fail("ValueError", 0)
     backend.shutdown()
+
+
+def use_workers(how: str, *, emit) -> None:
+    """What a driver does: here, a group of its own."""
+    emit("begun")
+    if how == "bug":
+        raise LookupError("no such step")
+    if how == "unpicklable":
+        raise UnpicklableError(1, 2)
+    if how == "kill":
+        os.kill(os.getpid(), 9)
+    backend = RayBackend(ResourcePoolManager([ResourcePool("p", [1])]))
+    try:
+        backend.launch({"bad": WorkerSpec(FaultyWorker)})["bad"].fail("ValueError", 0)
+    finally:
+        backend.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("how", "error", "role", "reason", "frame"),
+    [
+        ("worker", ValueError, "bad", "ValueError: bad row on rank 0", 'raise ValueError(f"bad row'),
+        ("bug", LookupError, "driver", "LookupError: no such step", 'raise LookupError("no such step")'),
+        ("unpicklable", WorkerFailed, "driver", "UnpicklableError: 1 is not 2", "raise UnpicklableError(1, 2)"),
+        ("kill", WorkerDied, "driver", r"its process ended \(ActorDiedError\)", ""),
+    ],
+)
+def test_failures_keep_their_place_and_traceback_on_the_way_from_the_driver_actor(
+    ray_here, how, error, role, reason, frame
+):
+    from ray import cloudpickle
+
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])  # a test module cannot be imported by other processes
+    events = []
+    with pytest.raises(error) as caught:
+        run_on_cluster(use_workers, how, on_event=events.append)
+    assert events == ["begun"] or how == "kill"  # what a process has not sent when it dies is lost
+    failed = caught.value if isinstance(caught.value, WorkerFailed) else caught.value.__cause__
+    assert isinstance(failed, WorkerFailed)
+    assert failed.role == role
+    assert re.fullmatch(reason, failed.reason)
+    assert frame in failed.traceback
+    assert "ray/driver.py" not in failed.traceback
+    if role == "bad":
+        assert any("role 'bad', rank 0" in note for note in caught.value.__notes__)
+
+
+def test_address_where_nothing_answers_is_refused_soon(monkeypatch):
+    ray = pytest.importorskip("ray")
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    begun = time.monotonic()
+    with pytest.raises(RayNotRunning, match=r"no Ray answers at 127\.0\.0\.1:1 .*RAY_ADDRESS"):
+        init_ray(address="127.0.0.1:1")
+    assert time.monotonic() - begun < 5
 
 
 class BreaksOnArrival:

@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ostinato.ppo.ending import CtrlC, failure_text, outlook
+
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
 
@@ -69,8 +71,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: arguments without the program's name; None takes the process's own.
 
     Returns:
-        Exit code: 0 done, 1 this machine cannot run it or the run was refused on its way, 2 the command is faulty.
+        Exit code: 0 done, 1 this machine cannot run it or the run failed on its way, 2 the command is faulty, 130
+        Ctrl-C ended it.
     """
+    with CtrlC() as ctrl_c:
+        try:
+            return _main(argv, ctrl_c)
+        except KeyboardInterrupt:
+            return ctrl_c.say()
+
+
+def _main(argv: Sequence[str] | None, ctrl_c: CtrlC) -> int:
     options = _parse(list(sys.argv[1:] if argv is None else argv))
     if isinstance(options, int):
         return options
@@ -91,14 +102,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         logger.warning(warning)
     if checked.config.trainer.dry_run:
         return _write("Everything checked; nothing was started (trainer.dry_run=True).\n")
+    ctrl_c.text = lambda: f"{PROGRAM}: interrupted; {outlook(checked.config)}"
     return _run(checked.config)
 
 
 def _run(config: PpoConfig) -> int:
     """Run a checked configuration; what the app or the cluster refuses ends without a traceback, a bug with one."""
-    from ostinato.controller import ResourcesUnavailable
     from ostinato.ppo.console import ConsoleView
-    from ostinato.ppo.errors import ConfigError, PpoError
+    from ostinato.ppo.errors import ConfigError
     from ostinato.ppo.run import run
 
     try:
@@ -106,8 +117,11 @@ def _run(config: PpoConfig) -> int:
             run(config, on_event=view)
     except ConfigError as error:
         return _fail(error.problems)
-    except (PpoError, ResourcesUnavailable) as error:
-        sys.stderr.write(f"{PROGRAM}: {error}\n")
+    except Exception as error:
+        text = failure_text(error, PROGRAM, config)
+        if text is None:
+            raise
+        sys.stderr.write(text)
         return 1
     return 0
 

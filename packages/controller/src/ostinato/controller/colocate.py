@@ -12,7 +12,7 @@ from ostinato.controller.errors import PlacementError, WorkerDied, WorkerFailed
 from ostinato.controller.rendezvous import leave_process_group
 from ostinato.controller.worker import Worker, WorkerContext, WorkerSpec
 
-_MACHINERY = ("ostinato.controller.colocate", "ostinato.controller.worker", "ostinato.controller.ray.actor")
+_MACHINERY = tuple(f"ostinato.controller.{name}" for name in ("colocate", "worker", "ray.actor", "ray.driver"))
 
 
 class RoleHost:

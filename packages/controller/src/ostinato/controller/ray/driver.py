@@ -7,15 +7,59 @@ where the person sits. The function's groups are owned by the actor and go when 
 from __future__ import annotations
 
 import queue
+import socket
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
+from ostinato.controller.colocate import Failure, capture
+from ostinato.controller.errors import WorkerDied, WorkerFailed
+
 _END = object()
+_ROLE = "driver"
+
+
+@dataclass(frozen=True)
+class _Raised:
+    """What the function raised, in a form that always travels.
+
+    Attributes:
+        failure: the exception.
+        cause: the worker's failure behind it, if it came from a worker; pickling an exception loses its cause.
+        node: where it was raised.
+    """
+
+    failure: Failure
+    cause: WorkerFailed | None
+    node: str
+
+    @staticmethod
+    def of(error: BaseException) -> _Raised:
+        """Record an exception in the actor."""
+        from ray import cloudpickle
+
+        cause = error.__cause__ if isinstance(error.__cause__, WorkerFailed) else None
+        dumps = cloudpickle.dumps  # pyright: ignore[reportPrivateImportUsage]
+        return _Raised(capture(error, dumps, cloudpickle.loads), cause, socket.gethostname())
+
+    def restored(self, method: str) -> BaseException:
+        """The exception with its cause, or a stand-in where it does not unpickle here."""
+        from ray import cloudpickle
+
+        stand_in = WorkerFailed(_ROLE, 0, self.node, method, self.failure.traceback, self.failure.reason)
+        if self.failure.pickled is None:
+            return stand_in
+        try:
+            error = cloudpickle.loads(self.failure.pickled)
+        except Exception:
+            return stand_in
+        error.__cause__ = self.cause or stand_in
+        return error
 
 
 class _Driver:
-    """Runs one function in a thread and yields what it emits."""
+    """Runs one function in a thread and yields what it emits; a `_Raised` comes last."""
 
     def stream(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Iterator[Any]:
         events: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -35,7 +79,7 @@ class _Driver:
             yield event
         thread.join()
         if failure:
-            raise failure[0]
+            yield _Raised.of(failure[0])
 
 
 def run_on_cluster(
@@ -51,18 +95,33 @@ def run_on_cluster(
         options: further options of the actor (`resources`, `scheduling_strategy`, `runtime_env`, …).
 
     Raises:
-        Exception: what the function raised, as its own type where Ray can carry it.
+        Exception: what the function raised, as its own type where it pickles. Its cause is a `WorkerFailed` with the
+            traceback of the worker that it came from, or of the actor.
+        WorkerFailed: the function raised what does not pickle, or could not be called.
+        WorkerDied: the actor's process ended.
     """
     import ray
-    from ray.exceptions import RayTaskError
 
+    method = getattr(function, "__name__", "function")
     actor: Any = ray.remote(_Driver).options(num_cpus=num_cpus, **options).remote()
     try:
-        stream = actor.stream.options(num_returns="streaming").remote(function, args)
-        for reference in stream:
-            try:
-                on_event(ray.get(reference))
-            except RayTaskError as error:
-                raise getattr(error, "cause", None) or error from error
+        for reference in actor.stream.options(num_returns="streaming").remote(function, args):
+            event = _received(reference, method)
+            if isinstance(event, _Raised):
+                raise event.restored(method)
+            on_event(event)
     finally:
         ray.kill(actor)
+
+
+def _received(reference: Any, method: str) -> Any:
+    import ray
+    from ray.exceptions import RayError, RayTaskError
+
+    where = _ROLE, 0, "not known", method
+    try:
+        return ray.get(reference)
+    except RayTaskError as error:  # outside the function, e.g. an argument that does not unpickle
+        raise WorkerFailed(*where, str(error), "the call could not be run") from error
+    except RayError as error:
+        raise WorkerDied(*where, str(error), f"its process ended ({type(error).__name__})") from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -44,6 +45,9 @@ def init_ray(
         log_to_driver: whether the workers' output appears here.
         namespace: Ray namespace of this driver.
         env_vars: environment of all processes of this driver.
+
+    Raises:
+        RayNotRunning: nothing answers at the address.
     """
     for name, value in _SETTINGS.items():
         os.environ.setdefault(name, value)
@@ -60,6 +64,7 @@ def init_ray(
     }
     address = address or os.environ.get("RAY_ADDRESS")
     if address:
+        _require_answer(address)
         ray.init(address=address, **options)
         return
     if object_store_memory is None and not num_gpus and not _has_gpu():
@@ -109,6 +114,20 @@ def require_ray() -> None:
         raise RayNotRunning(
             "RayBackend: Ray is not running in this process; call ostinato.controller.ray.init_ray() first"
         )
+
+
+def _require_answer(address: str, timeout_s: float = 10.0) -> None:
+    """Refuse a "host:port" that takes no connection; Ray itself would try for minutes."""
+    host, colon, port = address.rpartition(":")
+    if "/" in address or not colon or not port.isdigit():
+        return
+    try:
+        socket.create_connection((host, int(port)), timeout=timeout_s).close()
+    except OSError as error:
+        raise RayNotRunning(
+            f"no Ray answers at {address} ({error}); start one there (ray start --head), or unset RAY_ADDRESS to start "
+            "one on this machine"
+        ) from error
 
 
 def _has_gpu() -> bool:
