@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import pickle
 import subprocess
 import sys
@@ -45,7 +46,7 @@ def test_checkpoint_failed_save_leaves_the_older_one_in_force(checkpoints, caplo
         write(folder)
         raise OSError("no space left on device")
 
-    with pytest.raises(OSError, match="no space"):
+    with pytest.raises(CheckpointError, match=f"global_step_{step} could not be written; the older .* no space"):
         checkpoints.save(step, fail, {"step": step})
     with caplog.at_level(logging.WARNING):
         assert checkpoints.to_resume("auto").name == "global_step_4"
@@ -82,6 +83,28 @@ def test_checkpoint_saved_again_replaces_the_old(checkpoints):
     folder = checkpoints.save(1, write, {"step": 1, "try": 2})
     assert checkpoints.driver_state(folder)["try"] == 2
     assert [path.name for path in checkpoints.folder.glob("global_step_1*")] == ["global_step_1"]
+
+
+def test_checkpoint_kill_between_the_renames_of_a_replacement_loses_nothing(tmp_path, monkeypatch):
+    first = Checkpoints(tmp_path)
+    first.save(1, write, {"try": 1})
+
+    def dies(self, target):
+        os.rename(self, target)
+        if target.name.endswith(".replaced"):
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(type(tmp_path), "rename", dies)
+    with pytest.raises(KeyboardInterrupt):
+        first.save(1, write, {"try": 2})
+    monkeypatch.undo()
+    first.close()
+    assert complete_steps(tmp_path) == []
+    second = Checkpoints(tmp_path)
+    assert second.driver_state(second.to_resume("auto")) == {"try": 2}
+    second.save(1, write, {"try": 3})
+    assert [path.name for path in tmp_path.glob("global_step_*")] == ["global_step_1"]
+    second.close()
 
 
 def test_checkpoint_keep_drops_the_oldest(tmp_path):
@@ -138,6 +161,19 @@ def test_checkpoint_of_another_model_is_refused(checkpoints, tmp_path):
     with pytest.raises(CheckpointError, match="checkpoints of another model") as caught:
         checkpoints.claim(model(num_layers=3))
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+
+
+def test_checkpoint_without_a_role_that_the_run_has_is_refused(checkpoints):
+    folder = checkpoints.save(1, write, {"step": 1})
+    assert checkpoints.driver_state(folder, ["actor"]) == {"step": 1}
+    with pytest.raises(CheckpointError, match=r"holds no critic: .*algorithm\.adv_estimator"):
+        checkpoints.driver_state(folder, ["actor", "critic"])
+
+
+def test_checkpoint_folder_that_cannot_be_made_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match=r"trainer\.default_local_dir=.*file/run cannot be written to"):
+        Checkpoints(tmp_path / "file" / "run")
 
 
 def test_checkpoint_unreadable_driver_state_is_named(checkpoints):

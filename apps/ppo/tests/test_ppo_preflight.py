@@ -294,7 +294,7 @@ def test_ppo_preflight_both_kl_terms_warn_and_neither_means_no_reference(make):
         ({"rollout_is": "token", "rollout_is_threshold": "x"}, "rollout_is_threshold", "upper"),
         ({"rollout_is": "token", "rollout_is_threshold": "3_2"}, "rollout_is_threshold", "3_2"),
         ({"rollout_rs": "token_k9", "rollout_rs_threshold": "2.0"}, "rollout_rs", "token_k1"),
-        ({"rollout_rs": "token_k1"}, "", "rollout_rs_threshold"),
+        ({"rollout_rs": "token_k1"}, "rollout_rs_threshold", "missing"),
     ],
 )
 def test_ppo_preflight_rollout_correction(settings, key, text, make):
@@ -519,6 +519,41 @@ def test_ppo_preflight_run_folder_of_another_model(make, tmp_path):
     assert faults(config) == {}
     (folder / "run.json").write_text("{")
     assert "cannot be read" in faults(config)["trainer.default_local_dir"]
+
+
+def test_ppo_preflight_checkpoint_of_another_model(make, tmp_path):
+    """A checkpoint that is named outright, in the folder of another model's run."""
+    from ostinato.ppo.checkpoint import model_fingerprint
+
+    other = write_model(tmp_path / "other", hidden_size=64)
+    checkpoint = tmp_path / "run" / "global_step_5"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "COMPLETE").write_text("5")
+    config = make(trainer={"resume_mode": "resume_path", "resume_from_path": str(checkpoint)})
+    assert faults(config) == {}
+    (checkpoint.parent / "run.json").write_text(json.dumps({"model": model_fingerprint(other)}))
+    text = faults(config)["trainer.resume_from_path"]
+    assert "another model (Qwen2ForCausalLM)" in text
+    assert str(tmp_path / "model") in text
+    (checkpoint.parent / "run.json").write_text(json.dumps({"model": model_fingerprint(tmp_path / "model")}))
+    assert faults(config) == {}
+
+
+def test_ppo_preflight_starting_anew_beside_older_checkpoints_is_a_warning(make, tmp_path):
+    (tmp_path / "run" / "global_step_5").mkdir(parents=True)
+    (tmp_path / "run" / "global_step_5" / "COMPLETE").write_text("5")
+    for mode, warned in (("disable", True), ("auto", False)):
+        checked = examine(make(trainer={"resume_mode": mode, "default_local_dir": str(tmp_path / "run")}))
+        assert any("step 5 already" in text for text in checked.warnings) == warned
+
+
+def test_ppo_preflight_length_tells_the_passes_over_the_data(make):
+    """A step budget counts whatever the epochs: fewer steps than they give, or more."""
+    assert "1 step an epoch (40 // 32) × 2 epochs = 2 steps, 4 updates of the actor\n" in plan_text(
+        examine(make(**{"trainer.total_epochs": 2}))
+    )
+    text = plan_text(examine(make(**{"trainer.total_epochs": 2, "trainer.total_training_steps": 5})))
+    assert "trainer.total_training_steps=5 = 5 steps, 10 updates of the actor, 5 passes over the data\n" in text
 
 
 # --- launch ---------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ import os
 import pickle
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -81,13 +81,18 @@ class Checkpoints:
 
     Raises:
         RunFolderBusy: another run that is still alive writes to this folder.
+        CheckpointError: the folder cannot be written to.
     """
 
     def __init__(self, folder: str | Path, keep: int | None = None) -> None:
         self.folder = Path(folder).absolute()
         self.keep = keep
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self._lock = _hold(self.folder / ".lock")
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._lock = _hold(self.folder / ".lock")
+            self._finish_renames()
+        except OSError as error:
+            raise CheckpointError(f"trainer.default_local_dir={self.folder} cannot be written to: {error}") from error
 
     def claim(self, fingerprint: Mapping[str, Any]) -> None:
         """Write `run.json`, or refuse the folder where it belongs to another model.
@@ -140,8 +145,22 @@ class Checkpoints:
 
         Returns:
             The finished folder.
+
+        Raises:
+            CheckpointError: it could not be written; the older ones stay in force.
         """
         final = self.folder / f"global_step_{step}"
+        try:
+            self._write(final, step, write, driver_state)
+            _write_atomically(self.folder / LATEST, str(step))
+            self._drop_old(step)
+        except OSError as error:
+            raise CheckpointError(
+                f"checkpoint {final} could not be written; the older ones stay in force: {error}"
+            ) from error
+        return final
+
+    def _write(self, final: Path, step: int, write: Callable[[Path], None], driver_state: Mapping[str, Any]) -> None:
         partial = final.with_name(final.name + ".partial")
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
@@ -154,17 +173,34 @@ class Checkpoints:
         partial.rename(final)
         shutil.rmtree(replaced, ignore_errors=True)
         _sync_folder(self.folder)
-        _write_atomically(self.folder / LATEST, str(step))
-        self._drop_old(step)
-        return final
+
+    def _finish_renames(self) -> None:
+        """Put a whole checkpoint in its place that a run left beside it: it died while it replaced an older one."""
+        for partial in self.folder.glob("global_step_*.partial"):
+            final = partial.with_suffix("")
+            if (partial / MARKER).exists() and not final.exists():
+                partial.rename(final)
+        for replaced in self.folder.glob("global_step_*.replaced"):
+            if replaced.with_suffix("").exists():
+                shutil.rmtree(replaced)
 
     @staticmethod
-    def driver_state(checkpoint: Path) -> dict[str, Any]:
+    def driver_state(checkpoint: Path, roles: Sequence[str] = ()) -> dict[str, Any]:
         """What `save` was given as `driver_state`.
 
+        Args:
+            checkpoint: a whole checkpoint.
+            roles: those whose weights will be read from it.
+
         Raises:
-            CheckpointError: the file is missing or cannot be read.
+            CheckpointError: the file is missing or cannot be read, or a role has no part in the checkpoint.
         """
+        missing = [role for role in roles if not (checkpoint / role).is_dir()]
+        if missing:
+            raise CheckpointError(
+                f"{checkpoint} holds no {' and no '.join(missing)}: it was written by a run without one, and this run "
+                "needs it (algorithm.adv_estimator). Go on as that run did, or start anew: trainer.resume_mode=disable"
+            )
         try:
             return torch.load(checkpoint / "driver.pt", weights_only=True)
         except (OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:

@@ -46,7 +46,7 @@ def place(config: PpoConfig) -> Placement:
     if config.reward_model.enable:
         reward = config.reward_model
         roles["reward_model"] = WorkerSpec(
-            RewardModelWorker, reward, engine=ENGINES[reward.strategy], policy_path=hybrid.model.path
+            RewardModelWorker, reward, engine=ENGINES[reward.strategy], policy_path=hybrid.model.resolved_tokenizer_path
         )
         pools["reward_model"] = REWARD_POOL if reward.enable_resource_pool else POOL
     return Placement(roles, pools)

@@ -193,10 +193,12 @@ def _step(checked: Checked) -> Iterator[tuple[str, str]]:
     epoch = f"{_many(config.steps_per_epoch(prompts), 'step')} an epoch ({prompts} // {batch})"
     epochs = f"{epoch} × {_many(config.trainer.total_epochs, 'epoch')}"
     planned = epochs if limit is None else f"trainer.total_training_steps={limit}"
+    passes = "" if limit is None else f", {total / max(config.steps_per_epoch(prompts), 1):.3g} passes over the data"
     actor = update_plan(config, "actor")
     yield (
         "length",
-        f"{planned} = {_many(total, 'step')}, {_many(total * actor.updates * actor.passes, 'update')} of the actor",
+        f"{planned} = {_many(total, 'step')}, {_many(total * actor.updates * actor.passes, 'update')} of the actor"
+        + passes,
     )
 
 

@@ -107,12 +107,12 @@ def models(checked: Checked) -> None:
     if policy is not None:
         _tokenizer(checked, policy)
         hybrid = replace(hybrid, model=policy)
-    if checked.needs_critic:
-        critic = replace(critic, model=_model(checked, "critic", "critic.model", critic.model) or critic.model)
-    if reward.enable:
-        reward = replace(
-            reward, model=_model(checked, "reward_model", "reward_model.model", reward.model) or reward.model
-        )
+    if checked.needs_critic and (model := _model(checked, "critic", "critic.model", critic.model)):
+        critic = replace(critic, model=model)
+        _vocabulary(checked, "critic.model", model, policy)
+    if reward.enable and (model := _model(checked, "reward_model", "reward_model.model", reward.model)):
+        reward = replace(reward, model=model)
+        _vocabulary(checked, "reward_model.model", model, policy)
     checked.config = replace(config, actor_rollout_ref=hybrid, critic=critic, reward_model=reward)
 
 
@@ -139,6 +139,29 @@ def _model(checked: Checked, role: str, key: str, model: ModelConfig) -> ModelCo
 def _weights(checked: Checked, key: str, facts: ModelFacts) -> None:
     if not facts.has_weights:
         checked.warn(key, f"{facts.folder} has no weight files; the run will stop where the model is loaded")
+
+
+def _vocabulary(checked: Checked, key: str, model: ModelConfig, policy: ModelConfig | None) -> None:
+    """A model that reads the policy's token ids has the policy's vocabulary."""
+    from ostinato.workers.core.errors import ModelMismatchError
+    from ostinato.workers.core.factory import check_vocabulary
+
+    if policy is None or checked.tokenizer is None:
+        return
+    own, theirs = Path(model.resolved_tokenizer_path), Path(policy.resolved_tokenizer_path)
+    if _same_file(own / "tokenizer.json", theirs / "tokenizer.json"):
+        return
+    try:
+        read_tokenizer(str(own))
+        check_vocabulary(model, str(theirs), key)
+    except (Unreadable, ModelMismatchError) as error:
+        checked.refuse(f"{key}.path", str(error).removeprefix(f"{key}.path: "))
+    except Exception as error:  # a tokenizer's own code may raise anything
+        checked.refuse(f"{key}.path", f"its vocabulary cannot be compared with the policy's: {error}")
+
+
+def _same_file(one: Path, other: Path) -> bool:
+    return one == other or (one.is_file() and other.is_file() and one.read_bytes() == other.read_bytes())
 
 
 def _tokenizer(checked: Checked, model: ModelConfig) -> None:
@@ -195,21 +218,28 @@ _REWARD = "custom_reward_function"
 
 def run_folder(checked: Checked) -> None:
     """Loggers known, the checkpoint to resume from there, the run folder not another model's."""
+    from ostinato.ppo.checkpoint import complete_steps
     from ostinato.ppo.loggers import LOGGERS
 
     trainer = checked.config.trainer
     for name in trainer.logger:
         if name not in LOGGERS:
             checked.refuse("trainer.logger", f"expected some of {', '.join(LOGGERS)}, got {name!r}")
+    folder, actor = Path(trainer.default_local_dir), checked.models.get("actor")
     if trainer.resume_mode == "resume_path":
         _resume_path(checked, trainer.resume_from_path)
     elif trainer.resume_from_path is not None:
         checked.warn("trainer.resume_from_path", f"has no effect with trainer.resume_mode={trainer.resume_mode}")
-    folder, actor = Path(trainer.default_local_dir), checked.models.get("actor")
     if folder.exists() and not folder.is_dir():
         checked.refuse("trainer.default_local_dir", f"{folder} is a file")
     elif (folder / "run.json").exists() and actor is not None:
         _same_model(checked, folder, actor)
+    if trainer.resume_mode == "disable" and (steps := complete_steps(folder)):
+        checked.warn(
+            "trainer.resume_mode",
+            f"disable starts from step 1 in a folder that holds a checkpoint of step {steps[-1]} already, {folder}; a "
+            "later run that resumes takes the highest number, whichever run wrote it",
+        )
 
 
 def _resume_path(checked: Checked, path: str | None) -> None:
@@ -224,20 +254,35 @@ def _resume_path(checked: Checked, path: str | None) -> None:
         checked.refuse(
             key, f"{path} is no whole checkpoint: expected a global_step_N folder with a file {MARKER} in it"
         )
+    elif (actor := checked.models.get("actor")) and (model := _other_model(checked, key, Path(path).parent, actor)):
+        checked.refuse(key, f"{path} is a checkpoint of another model ({model}); this run's is {_named(actor)}")
 
 
 def _same_model(checked: Checked, folder: Path, actor: ModelFacts) -> None:
-    from ostinato.ppo.checkpoint import complete_steps, model_fingerprint
-
-    try:
-        known: Any = json.loads((folder / "run.json").read_text())["model"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        checked.refuse("trainer.default_local_dir", f"{folder / 'run.json'} cannot be read: {error!r}")
-        return
-    if complete_steps(folder) and known != model_fingerprint(actor.folder):
+    key = "trainer.default_local_dir"
+    if model := _other_model(checked, key, folder, actor):
         checked.refuse(
-            "trainer.default_local_dir",
-            f"{folder} holds checkpoints of another model ({known.get('architectures')}); this run's is "
-            f"{actor.folder} ({actor.architecture}). Give this run a folder of its own (trainer.experiment_name)",
+            key,
+            f"{folder} holds checkpoints of another model ({model}); this run's is {_named(actor)}. Give this run a "
+            "folder of its own (trainer.experiment_name)",
             "trainer.experiment_name",
         )
+
+
+def _other_model(checked: Checked, key: str, folder: Path, actor: ModelFacts) -> str | None:
+    """The model whose checkpoints a run folder holds, where that is not the actor's."""
+    from ostinato.ppo.checkpoint import complete_steps, model_fingerprint
+
+    if not (folder / "run.json").exists():
+        return None
+    try:
+        known: Any = json.loads((folder / "run.json").read_text())["model"]
+        model = ", ".join(known["architectures"] or ["unknown"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        checked.refuse(key, f"{folder / 'run.json'} cannot be read: {error!r}")
+        return None
+    return model if complete_steps(folder) and known != model_fingerprint(actor.folder) else None
+
+
+def _named(actor: ModelFacts) -> str:
+    return f"{actor.folder} ({actor.architecture})"

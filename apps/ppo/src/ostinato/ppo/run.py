@@ -40,9 +40,10 @@ def run(config: PpoConfig, on_event: Callable[[Event], None]) -> None:
         train(config, emit=on_event)
         return
     from ostinato.controller.ray import driver, env
+    from ostinato.ppo.tracking import guarded
 
     with env.ray_session(env_vars=QUIET):
-        driver.run_on_cluster(train, config, on_event=on_event)
+        driver.run_on_cluster(train, config, on_event=guarded(on_event))
 
 
 def train(config: PpoConfig, *, emit: Callable[[Event], None]) -> None:
@@ -72,6 +73,7 @@ def train(config: PpoConfig, *, emit: Callable[[Event], None]) -> None:
         tokenizer = load_tokenizer(config.actor_rollout_ref.model)
         schedule = Schedule(config.data, tokenizer, config.trainer)
         config = config.with_total_steps(schedule.num_prompts)
+        validation = Validation(config, tokenizer) if config.data.val_files else None  # a faulty prompt is found soon
         tracker = Tracker(trainer.logger, trainer.default_local_dir, config, emit, total_steps=schedule.total_steps)
         stack.callback(tracker.close)
         backend = open_backend(config)
@@ -82,7 +84,6 @@ def train(config: PpoConfig, *, emit: Callable[[Event], None]) -> None:
             group.init_model()
         reward = build_reward(config, tokenizer, groups)
         stack.callback(reward.close)
-        validation = Validation(config, tokenizer) if config.data.val_files else None
         Trainer(config, groups, reward, schedule, validation, tracker, checkpoints).fit()
         if "jsonl" in trainer.logger:
             tracker.note(f"reward curve: {curve.draw(checkpoints.folder)}")

@@ -141,7 +141,8 @@ class TrainerConfig:
 
     Attributes:
         total_epochs: passes over the training data.
-        total_training_steps: stop after so many steps, whatever the epochs; null counts epochs.
+        total_training_steps: stop after so many steps, whatever the epochs: sooner than `total_epochs` would, or later,
+            with further passes over the data, each in an order of its own; null counts epochs.
         n_gpus_per_node: GPUs a node; on a CPU, processes a node.
         nnodes: nodes.
         device: `auto` (CUDA where there is any, decided at launch), `cuda` or `cpu`.
@@ -211,7 +212,7 @@ class CustomRewardConfig:
             (`custom_reward_function.reward_kwargs.method=flexible`).
         timeout_seconds: time a call may take; a row that takes longer gets `default_score`.
         num_processes: calls that run at once; null takes the number of cores.
-        on_error: `default` scores a failed row `default_score` and counts it; `stop` ends the run.
+        on_error: `default` scores a failed row `default_score` and counts it; `raise` ends the run.
         default_score: the score of a row whose call failed.
     """
 
@@ -220,7 +221,7 @@ class CustomRewardConfig:
     reward_kwargs: dict[str, Any] = field(default_factory=dict)
     timeout_seconds: float = 30.0
     num_processes: int | None = None
-    on_error: Literal["default", "stop"] = "default"
+    on_error: Literal["default", "raise"] = "default"
     default_score: float = 0.0
 
     def __post_init__(self) -> None:

@@ -59,6 +59,22 @@ class StepLog:
         self.timings[name] = self.timings.get(name, 0.0) + time.perf_counter() - start
 
 
+def guarded(emit: Callable[[Event], None]) -> Callable[[Event], None]:
+    """The same function, but where it fails the run goes on: with one warning, and unwatched."""
+    failed = False
+
+    def send(event: Event) -> None:
+        nonlocal failed
+        try:
+            emit(event)
+        except Exception as error:
+            if not failed:
+                failed = True
+                logger.warning("the run's events cannot be shown; the run goes on: %r", error)
+
+    return send
+
+
 class Tracker:
     """Sends the values of each step to the loggers, and events to whoever shows the run.
 
@@ -90,8 +106,9 @@ class Tracker:
         self.total_steps = total_steps
         self._num_processes = int(getattr(config, "world_size", 1))
         self._on_console = CONSOLE in names
-        self._emit = emit or (ConsoleView() if self._on_console else None)
-        self._emit_failed = self._closed = False
+        emit = emit or (ConsoleView() if self._on_console else None)
+        self._emit = guarded(emit) if emit else None
+        self._closed = False
         self._loggers = [
             SafeLogger(name, Path(run_dir), run, config) for name in dict.fromkeys(names) if name != CONSOLE
         ]
@@ -155,15 +172,8 @@ class Tracker:
         self._send({"kind": "end", "text": text})
 
     def _send(self, event: Event) -> None:
-        """Hand out an event; one who watches and fails does not end the run."""
-        if self._emit is None:
-            return
-        try:
+        if self._emit is not None:
             self._emit(event)
-        except Exception as error:
-            if not self._emit_failed:
-                self._emit_failed = True
-                logger.warning("the run's events cannot be shown; the run goes on: %r", error)
 
     def __enter__(self) -> Self:
         return self

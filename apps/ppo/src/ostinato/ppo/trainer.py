@@ -126,7 +126,7 @@ class Trainer:
         found = self.checkpoints.to_resume(trainer.resume_mode, trainer.resume_from_path)
         if found is None:
             return
-        self.load_state_dict(self.checkpoints.driver_state(found))
+        self.load_state_dict(self.checkpoints.driver_state(found, self.trained))
         for role in self.trained:
             self.groups[role].load_checkpoint(str(found / role))
         self.tracker.note(f"resumed from {found}, step {self.step} of {self.schedule.total_steps}")
