@@ -92,6 +92,9 @@ def test_config_refuses_many_greedy_samples():
     with pytest.raises(errors.ConfigError, match="do_sample"):
         RolloutConfig(do_sample=False, n=2)
     assert RolloutConfig(do_sample=False).sampling().greedy
+    asked = RolloutConfig(temperature=0.7, n=4).sampling(greedy=True)
+    assert asked.greedy
+    assert asked.log_prob_temperature == 0.7
 
 
 def test_config_explicit_micro_batch_turns_token_budget_off():

@@ -91,7 +91,7 @@ def test_config_replace_carries_no_stale_value():
 
 def test_config_marks_what_the_trainer_fills_in():
     derived = {field.name for cls in (ActorConfig, OptimConfig) for field in fields(cls) if field.metadata}
-    assert derived == {"num_mini_batches", "grad_clip"}
+    assert derived == {"num_mini_batches", "sum_pi_squared", "grad_clip"}
 
 
 def test_config_reads_offload_flags_from_an_object_or_a_mapping():

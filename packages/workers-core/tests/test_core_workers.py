@@ -105,6 +105,31 @@ def test_actor_one_whole_step(lm_path, backend):
     torch.testing.assert_close(new, fresh.batch["rollout_log_probs"], rtol=1e-4, atol=1e-4)
 
 
+def test_actor_gives_squared_probabilities_where_they_are_asked_for(lm_path):
+    batch = worker_of(policy(lm_path), "actor_rollout").generate_sequences(prompts(global_step=1))
+    asked = policy(lm_path)
+    asked = replace(asked, actor=replace(asked.actor, sum_pi_squared=True))
+    scored = worker_of(asked, "actor").compute_log_prob(batch)
+    assert set(scored.columns) == {"old_log_probs", "sum_pi_squared"}
+    squares, mask = scored.batch["sum_pi_squared"], batch.batch["response_mask"].bool()
+    assert bool((squares[~mask] == 0).all())
+    assert bool(((squares[mask] > 0) & (squares[mask] <= 1)).all())
+    # Σπ² ≥ π² of any one token, the sampled one included.
+    assert bool((squares[mask] >= scored.batch["old_log_probs"][mask].exp().square() - 1e-6).all())
+    nothing = worker_of(asked, "actor").compute_log_prob(batch[:0])
+    assert nothing.batch["sum_pi_squared"].shape == (0, batch.batch["response_mask"].shape[1])
+
+
+def test_actor_answers_greedily_when_asked_to(lm_path):
+    """The greedy pass of ReMax: no sampling whatever the configuration, the same answer at any step."""
+    worker = worker_of(policy(lm_path), "actor_rollout")
+    first, second = (worker.generate_sequences(prompts(global_step=step, greedy=True)) for step in (1, 2))
+    assert torch.equal(first.batch["responses"], second.batch["responses"])
+    assert torch.equal(first.batch["rollout_log_probs"], second.batch["rollout_log_probs"])
+    sampled = worker.generate_sequences(prompts(global_step=1))
+    assert not torch.equal(first.batch["responses"], sampled.batch["responses"])
+
+
 def test_actor_scores_alike_for_any_micro_batch_size(lm_path):
     sizes = [
         RolloutConfig(**{"prompt_length": 8, "response_length": 6, **more})

@@ -79,6 +79,10 @@ _DECLARED = (
         "log-probability under the policy before the update; 0 where masked",
     ),
     Column(
+        "sum_pi_squared", _F32, _R, "actor.compute_log_prob (optimal_token_baseline)", ("estimate",),
+        "sum of the squared probabilities of the vocabulary, same distribution as old_log_probs; 0 where masked",
+    ),
+    Column(
         "ref_log_prob", _F32, _R, "reference.compute_ref_log_prob", ("estimate", "actor"),
         "log-probability under the reference policy; 0 where masked",
     ),

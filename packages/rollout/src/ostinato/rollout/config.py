@@ -112,7 +112,16 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class ValidationConfig:
-    """How validation samples (`actor_rollout_ref.rollout.val_kwargs`); greedy unless set otherwise."""
+    """How validation samples (`actor_rollout_ref.rollout.val_kwargs`); greedy unless set otherwise.
+
+    Attributes:
+        temperature: what logits are divided by where `do_sample` is set.
+        top_p: draw from the smallest set of tokens whose probability reaches this; 1 keeps all.
+        top_k: draw from that many likeliest tokens; -1 or 0 keeps all.
+        min_p: draw from tokens of at least this share of the likeliest token's probability; 0 keeps all.
+        n: answers to each validation prompt; above 1 there are best-of and majority values as well.
+        do_sample: draw; false takes the likeliest token each time.
+    """
 
     temperature: float = 0.0
     top_p: float = 1.0
@@ -142,11 +151,18 @@ class RolloutConfig:
         name: the engine: vllm, sglang, hf, fake, or a registered one.
         n: responses to each training prompt.
         temperature: what logits are divided by, in sampling and in every log-probability of training.
+        top_p: 1, which keeps every token; anything else is refused in training.
+        top_k: -1 or 0, which keep every token; anything else is refused in training.
+        min_p: 0, which keeps every token; anything else is refused in training.
+        do_sample: draw; false takes the likeliest token each time, and then `n` must be 1.
         prompt_length: width of the padded prompts, in tokens (the app sets it from `data.max_prompt_length`).
         response_length: width of the padded responses, in tokens (`data.max_response_length`).
+        tensor_model_parallel_size: ranks that one engine is spread over; `hf` takes only 1.
         gpu_memory_utilization: share of the device memory that the engine may take in all.
         dtype: what the engine computes in.
         seed: key of the random streams, together with step and `rollout_id`.
+        ignore_eos: go on after an end token until the response is full, for measurements.
+        enforce_eager: an engine that captures CUDA graphs does without them; `hf` captures none.
         free_cache_engine: give device memory back between generations.
         max_num_seqs: most rows decoded at once.
         max_num_batched_tokens: most prompt tokens run at once.
@@ -155,6 +171,8 @@ class RolloutConfig:
         update_weights_bucket_megabytes: size of the buckets that weights travel in.
         log_prob_micro_batch_size_per_gpu: rows in one forward pass for log-probabilities; setting it turns
             `log_prob_use_dynamic_bsz` off.
+        log_prob_use_dynamic_bsz: fill forward passes for log-probabilities up to
+            `log_prob_max_token_len_per_gpu` tokens; false counts rows.
         log_prob_max_token_len_per_gpu: tokens in one forward pass for log-probabilities.
     """
 
@@ -249,13 +267,19 @@ class RolloutConfig:
         return self.max_model_len or self.prompt_length + self.response_length
 
     def sampling(
-        self, *, step: int = 0, validate: bool = False, eos_token_ids: tuple[int, ...] | None = None
+        self,
+        *,
+        step: int = 0,
+        validate: bool = False,
+        greedy: bool = False,
+        eos_token_ids: tuple[int, ...] | None = None,
     ) -> SamplingParams:
         """The sampling parameters of one call.
 
         Args:
             step: number of the training step.
             validate: use `val_kwargs` and streams of their own.
+            greedy: take the likeliest token, whatever is configured; log-probabilities keep their temperature.
             eos_token_ids: tokens that end a response; None is the model's own.
         """
         chosen = self.val_kwargs if validate else self
@@ -264,7 +288,7 @@ class RolloutConfig:
             top_p=chosen.top_p,
             top_k=chosen.top_k,
             min_p=chosen.min_p,
-            do_sample=chosen.do_sample,
+            do_sample=chosen.do_sample and not greedy,
             max_tokens=self.response_length,
             seed=self.seed ^ (_VALIDATION_STREAM << 31) if validate else self.seed,
             step=step,

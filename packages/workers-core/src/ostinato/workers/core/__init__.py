@@ -1,8 +1,14 @@
-"""The role workers and the one update loop of ostinato, written against the TrainEngine contract."""
+"""The role workers and the one update loop of ostinato, written against the TrainEngine contract.
+
+The configs are imported with the package, the workers when they are first asked for: reading a configuration needs
+neither the controller nor a batch.
+"""
 
 from __future__ import annotations
 
-from ostinato.workers.core.actor import ActorRolloutRefWorker
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from ostinato.workers.core.config import (
     ActorConfig,
     ActorRolloutRefConfig,
@@ -13,12 +19,12 @@ from ostinato.workers.core.config import (
     RefConfig,
     RewardModelConfig,
 )
-from ostinato.workers.core.critic import CriticWorker
-from ostinato.workers.core.engine import StepStats, TokenOutputs, TrainEngine
 from ostinato.workers.core.errors import WorkersError
-from ostinato.workers.core.microbatch import PackedRows, micro_batches, pack, pack_last
-from ostinato.workers.core.reward import RewardModelWorker
-from ostinato.workers.core.update import update
+
+if TYPE_CHECKING:
+    from ostinato.workers.core.actor import ActorRolloutRefWorker
+    from ostinato.workers.core.critic import CriticWorker
+    from ostinato.workers.core.reward import RewardModelWorker
 
 __all__ = [
     "ActorConfig",
@@ -28,17 +34,18 @@ __all__ = [
     "CriticWorker",
     "ModelConfig",
     "OptimConfig",
-    "PackedRows",
     "PolicyLossConfig",
     "RefConfig",
     "RewardModelConfig",
     "RewardModelWorker",
-    "StepStats",
-    "TokenOutputs",
-    "TrainEngine",
     "WorkersError",
-    "micro_batches",
-    "pack",
-    "pack_last",
-    "update",
 ]
+
+_WORKERS = {"ActorRolloutRefWorker": "actor", "CriticWorker": "critic", "RewardModelWorker": "reward"}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a worker when it is first asked for."""
+    if name in _WORKERS:
+        return getattr(import_module(f"{__name__}.{_WORKERS[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

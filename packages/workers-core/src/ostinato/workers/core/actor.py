@@ -82,14 +82,17 @@ class ActorRolloutRefWorker(Worker):
         """Answer prompts with the actor's current weights.
 
         Args:
-            prompts: `columns.PROMPT`; meta `global_step` (int) and `validate` (bool: sample by `val_kwargs`).
+            prompts: `columns.PROMPT`; meta `global_step` (int), `validate` (bool: sample by `val_kwargs`) and `greedy`
+                (bool: do not sample).
 
         Returns:
             Whole rows: `columns.ROLLOUT`, `uid` and `rollout_id`.
         """
         rollout = self._need(self._rollout, "generate_sequences", "rollout")
         sampling = self.config.rollout.sampling(
-            step=int(prompts.meta_info.get("global_step", 0)), validate=bool(prompts.meta_info.get("validate", False))
+            step=int(prompts.meta_info.get("global_step", 0)),
+            validate=bool(prompts.meta_info.get("validate", False)),
+            greedy=bool(prompts.meta_info.get("greedy", False)),
         )
         if self._actor is None:
             return rollout.generate(prompts, sampling)
@@ -102,7 +105,7 @@ class ActorRolloutRefWorker(Worker):
             generated = rollout.generate(prompts, sampling)
         return generated.with_meta(metrics={**generated.metrics, "timing_s/update_weights": Metric.max(seconds)})
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, reads=SCORING, writes=("old_log_probs",))
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, reads=SCORING, writes=("old_log_probs", "sum_pi_squared"))
     def compute_log_prob(self, batch: DataProto) -> DataProto:
         """Score the rows with the actor as it is now.
 
@@ -110,17 +113,19 @@ class ActorRolloutRefWorker(Worker):
             batch: `input_ids`, `attention_mask` (B, P+R), `response_mask` (B, R).
 
         Returns:
-            `old_log_probs` (B, R) float32, 0 under the mask; metric `actor/entropy`, a token mean.
+            `old_log_probs` (B, R) float32, 0 under the mask, and `sum_pi_squared` likewise where `actor.sum_pi_squared`
+            is set; metric `actor/entropy`, a token mean.
         """
         actor = self._need(self._actor, "compute_log_prob", "actor")
-        result = self._score(actor, batch, rollout_log_prob_limit(self.config.rollout), entropy=True)
+        limit, also = rollout_log_prob_limit(self.config.rollout), self.config.actor.sum_pi_squared
+        result = self._score(actor, batch, limit, entropy=True, sum_pi_squared=also)
         if result is None:
             return DataProto.from_dict()
         assert batch.batch is not None, "scored rows have tensor columns"
         tokens = float(batch.batch["response_mask"].sum())
         entropy = float(result["entropy"].double().sum()) / tokens if tokens else 0.0
         return DataProto.from_dict(
-            {"old_log_probs": result["log_probs"]},
+            {"old_log_probs": result["log_probs"]} | ({"sum_pi_squared": result["sum_pi_squared"]} if also else {}),
             meta_info={"metrics": {"actor/entropy": Metric.mean(entropy, weight=tokens)}},
         )
 
@@ -227,12 +232,16 @@ class ActorRolloutRefWorker(Worker):
             rollout.wake("kv_cache")
         return rollout
 
-    def _score(self, part: Residency, batch: DataProto, limit: BatchLimit, *, entropy: bool) -> Outputs | None:
+    def _score(
+        self, part: Residency, batch: DataProto, limit: BatchLimit, *, entropy: bool, sum_pi_squared: bool = False
+    ) -> Outputs | None:
         engine = part.engine
         packer = partial(pack, temperature=self.config.rollout.temperature, device=engine.device)
         with part.inference():
             plan = planned(engine, batch, limit)
-            return token_columns(engine, batch, packer, log_probs_of, plan=plan, entropy=entropy)
+            return token_columns(
+                engine, batch, packer, log_probs_of, plan=plan, entropy=entropy, sum_pi_squared=sum_pi_squared
+            )
 
     def _need(self, part: T | None, method: str, role: str) -> T:
         if part is None:

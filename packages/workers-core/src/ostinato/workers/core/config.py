@@ -171,6 +171,7 @@ class ActorConfig(EngineChoice):
         policy_loss: which policy loss.
         optim: optimizer and schedule.
         num_mini_batches: optimizer steps of one pass; filled in by the trainer.
+        sum_pi_squared: `compute_log_prob` gives Σπ² as well; filled in by the trainer where the estimator names it.
     """
 
     ppo_mini_batch_size: int = 256
@@ -192,6 +193,7 @@ class ActorConfig(EngineChoice):
     policy_loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     num_mini_batches: int = field(default=1, metadata={"derived": True})
+    sum_pi_squared: bool = field(default=False, metadata={"derived": True})
 
     def __post_init__(self) -> None:
         """Check ranges."""

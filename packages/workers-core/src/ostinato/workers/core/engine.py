@@ -31,11 +31,13 @@ class TokenOutputs:
         log_probs: (N,) log-probability of each position's label under the temperature-scaled distribution; language
             model head only.
         entropy: (N,) entropy in nats of the same distribution; present where it was asked for.
+        sum_pi_squared: (N,) Σπ² over the vocabulary of the same distribution; present where it was asked for.
         values: (N,) output of a scalar head (critic or reward model).
     """
 
     log_probs: torch.Tensor | None = None
     entropy: torch.Tensor | None = None
+    sum_pi_squared: torch.Tensor | None = None
     values: torch.Tensor | None = None
 
 
@@ -83,7 +85,14 @@ class TrainEngine(Protocol):
         """Where micro-batches must lie."""
         ...
 
-    def forward(self, micro_batches: Sequence[PackedRows], fn: OutputFn[T], *, entropy: bool = False) -> list[T] | None:
+    def forward(
+        self,
+        micro_batches: Sequence[PackedRows],
+        fn: OutputFn[T],
+        *,
+        entropy: bool = False,
+        sum_pi_squared: bool = False,
+    ) -> list[T] | None:
         """Run micro-batches without gradients.
 
         Every rank passes the same number of micro-batches (some may hold no row). Ranks that do not see the outputs

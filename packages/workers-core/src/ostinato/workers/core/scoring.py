@@ -30,6 +30,7 @@ def token_columns(
     *,
     plan: Sequence[Sequence[int]],
     entropy: bool = False,
+    sum_pi_squared: bool = False,
 ) -> Outputs | None:
     """Run the model over this rank's rows and lay its outputs out as columns.
 
@@ -40,6 +41,7 @@ def token_columns(
         read: picks the (N,) outputs that are wanted, by name.
         plan: rows of each micro-batch, of `planned`.
         entropy: ask the engine for entropies.
+        sum_pi_squared: ask the engine for Σπ².
 
     Returns:
         Name -> (B, R) float32 on the host, exactly 0 where no output belongs; None on a rank that sees no outputs.
@@ -49,12 +51,12 @@ def token_columns(
         return {name: packed.to_response(values.float()) for name, values in read(outputs).items()}
 
     packed = [packer(batch[list(group)]) for group in plan]
-    collected = engine.forward(packed, collect, entropy=entropy)
+    collected = engine.forward(packed, collect, entropy=entropy, sum_pi_squared=sum_pi_squared)
     if collected is None:
         return None
     assert batch.batch is not None, "packing has checked that there are tensor columns"
     shape = batch.batch["response_mask"].shape
-    names = list(collected[0]) if collected else list(read(_no_outputs(entropy)))
+    names = list(collected[0]) if collected else list(read(_no_outputs(entropy, sum_pi_squared)))
     columns = {name: torch.zeros(shape, dtype=torch.float32) for name in names}
     for group, part in zip(plan, collected, strict=True):
         if group:
@@ -64,11 +66,20 @@ def token_columns(
 
 
 def log_probs_of(outputs: TokenOutputs) -> Outputs:
-    """Pick log-probabilities, and entropies where the engine gave any."""
-    wanted = {"log_probs": outputs.log_probs, "entropy": outputs.entropy}
+    """Pick log-probabilities, and entropies and Σπ² where the engine gave any."""
+    wanted = {
+        "log_probs": outputs.log_probs,
+        "entropy": outputs.entropy,
+        "sum_pi_squared": outputs.sum_pi_squared,
+    }
     return {name: values for name, values in wanted.items() if values is not None}
 
 
-def _no_outputs(entropy: bool) -> TokenOutputs:
+def _no_outputs(entropy: bool, sum_pi_squared: bool) -> TokenOutputs:
     none = torch.zeros(0)
-    return TokenOutputs(log_probs=none, entropy=none if entropy else None, values=none)
+    return TokenOutputs(
+        log_probs=none,
+        entropy=none if entropy else None,
+        sum_pi_squared=none if sum_pi_squared else None,
+        values=none,
+    )

@@ -124,13 +124,22 @@ class FsdpEngine:
         """How many optimizer steps were skipped because the gradient was not finite."""
         return self._counters["skipped"]
 
-    def forward(self, micro_batches: Sequence[PackedRows], fn: OutputFn[T], *, entropy: bool = False) -> list[T]:
+    def forward(
+        self,
+        micro_batches: Sequence[PackedRows],
+        fn: OutputFn[T],
+        *,
+        entropy: bool = False,
+        sum_pi_squared: bool = False,
+    ) -> list[T]:
         """Run micro-batches without gradients; every rank passes the same number of them."""
         module = self._module_here("forward")
         module.eval()
         try:
             with torch.no_grad():
-                return [fn(self._outputs(module, packed, entropy)[0], packed) for packed in micro_batches]
+                return [
+                    fn(self._outputs(module, packed, entropy, sum_pi_squared)[0], packed) for packed in micro_batches
+                ]
         finally:
             reshard_all(self._units)
 
@@ -238,9 +247,11 @@ class FsdpEngine:
         if not self._optimizer_here:
             self._move_optimizer(HOST)
 
-    def _outputs(self, module: nn.Module, packed: PackedRows, entropy: bool) -> tuple[TokenOutputs, torch.Tensor]:
+    def _outputs(
+        self, module: nn.Module, packed: PackedRows, entropy: bool, sum_pi_squared: bool = False
+    ) -> tuple[TokenOutputs, torch.Tensor]:
         padded = not self._model_config.use_remove_padding
-        return token_outputs(module, self._head, packed, entropy=entropy, padded=padded)
+        return token_outputs(module, self._head, packed, entropy=entropy, sum_pi_squared=sum_pi_squared, padded=padded)
 
     def _set_gradient_sync(self, *, last: bool) -> None:
         root = self._units[-1]

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from ostinato.algos import token_log_probs, token_log_probs_and_entropy
+from ostinato.algos import token_log_probs, token_log_probs_and_entropy, token_sum_pi_squared
 from ostinato.workers.core.engine import TokenOutputs
 from ostinato.workers.core.microbatch import PackedRows
 
@@ -21,7 +21,13 @@ def selects_logits(module: nn.Module) -> bool:
 
 
 def token_outputs(
-    module: nn.Module, head: Head, packed: PackedRows, *, entropy: bool, padded: bool = False
+    module: nn.Module,
+    head: Head,
+    packed: PackedRows,
+    *,
+    entropy: bool,
+    sum_pi_squared: bool = False,
+    padded: bool = False,
 ) -> tuple[TokenOutputs, torch.Tensor]:
     """Run one micro-batch through the model.
 
@@ -30,6 +36,7 @@ def token_outputs(
         head: "lm" for log-probabilities, "value" for a scalar at every position.
         packed: The micro-batch; T tokens, N predicting positions, both may be 0.
         entropy: Whether to compute the entropy too ("lm" only).
+        sum_pi_squared: Whether to compute Σπ² too, without a gradient ("lm" only).
         padded: Run the rows as a padded batch, for a model whose attention cannot keep packed rows apart.
 
     Returns:
@@ -40,10 +47,12 @@ def token_outputs(
     zero = logits[:0].float().sum()
     if head == "value":
         return TokenOutputs(values=logits[:, 0].float()), zero
+    squares = token_sum_pi_squared(logits.detach(), packed.temperature) if sum_pi_squared else None
     if not entropy:
-        return TokenOutputs(log_probs=token_log_probs(logits, packed.labels, packed.temperature)), zero
+        log_probs = token_log_probs(logits, packed.labels, packed.temperature)
+        return TokenOutputs(log_probs=log_probs, sum_pi_squared=squares), zero
     log_probs, entropies = token_log_probs_and_entropy(logits, packed.labels, packed.temperature)
-    return TokenOutputs(log_probs=log_probs, entropy=entropies), zero
+    return TokenOutputs(log_probs=log_probs, entropy=entropies, sum_pi_squared=squares), zero
 
 
 def _packed_logits(module: nn.Module, packed: PackedRows, head: Head) -> torch.Tensor:

@@ -38,7 +38,7 @@ Check = Callable[[MakeEngine, Path], None]
 
 
 def check_log_probs(make_engine: MakeEngine, workspace: Path) -> None:
-    """Log-probabilities and entropies of packed rows are those of each row alone, at a temperature."""
+    """Log-probabilities, entropies and Σπ² of packed rows are those of each row alone, at a temperature."""
     for name in ("lm", "tied"):
         driver = start(make_engine, workspace / name)
         oracle = Oracle(workspace / name, "lm", OPTIM, driver.engine.device)
@@ -50,6 +50,9 @@ def check_log_probs(make_engine: MakeEngine, workspace: Path) -> None:
             log_probs, entropy = oracle.all_outputs(driver.mine(rows))
             torch.testing.assert_close(torch.cat([c["log_probs"] for c in collected]), log_probs, rtol=1e-5, atol=5e-6)
             torch.testing.assert_close(torch.cat([c["entropy"] for c in collected]), entropy, rtol=1e-5, atol=5e-6)
+            squares = torch.cat([c["sum_pi_squared"] for c in collected])
+            expected = oracle.sum_pi_squared(driver.mine(rows))
+            torch.testing.assert_close(squares, expected, rtol=1e-5, atol=5e-6)
 
 
 def check_boundaries(make_engine: MakeEngine, workspace: Path) -> None:

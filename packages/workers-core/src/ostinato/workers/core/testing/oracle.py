@@ -172,6 +172,20 @@ class Oracle:
             first[j] = values[place - 1]
         return first, first
 
+    def sum_pi_squared(self, rows: DataProto) -> torch.Tensor:
+        """Σπ² at every policy token, (b, R), 0 where the mask is 0."""
+        batch = batch_of(rows)
+        squares = torch.zeros(len(rows), RESPONSE, device=self.device)
+        for index in range(len(rows)):
+            valid = batch["attention_mask"][index].bool()
+            ids = batch["input_ids"][index][valid].to(self.device)
+            with torch.no_grad():
+                logits: Any = self.module(input_ids=ids[None], use_cache=False).logits[0]
+            for j in torch.nonzero(batch["response_mask"][index])[:, 0].tolist():
+                place = int(valid[: PROMPT + j].sum())
+                squares[index, j] = (logits[place - 1] / TEMPERATURE).softmax(-1).square().sum()
+        return squares
+
     def all_outputs(self, rows: DataProto) -> tuple[torch.Tensor, torch.Tensor]:
         """`outputs` of each row without gradients, (b, R) each."""
         with torch.no_grad():
@@ -246,7 +260,12 @@ class Driver:
         """Outputs (b, R) of this rank's micro-batches, without gradients."""
 
         def collect(outputs: TokenOutputs, packed: PackedRows) -> dict[str, torch.Tensor]:
-            entries = {"log_probs": outputs.log_probs, "entropy": outputs.entropy, "values": outputs.values}
+            entries = {
+                "log_probs": outputs.log_probs,
+                "entropy": outputs.entropy,
+                "sum_pi_squared": outputs.sum_pi_squared,
+                "values": outputs.values,
+            }
             for name, value in entries.items():
                 assert value is None or value.dtype == torch.float32, f"{name} must be float32, got {value}"
                 assert value is None or not value.requires_grad, f"{name} of forward must carry no gradient"
@@ -254,7 +273,8 @@ class Driver:
 
         mine = self.mine(rows)
         packed = self.packed(mine, size, self.num_micro_batches(rows, size))
-        return self.engine.forward(packed, collect, entropy=entropy and self.head == "lm")
+        also = entropy and self.head == "lm"
+        return self.engine.forward(packed, collect, entropy=also, sum_pi_squared=also)
 
     def accumulate(self, rows: DataProto, size: int, extra: int = 0) -> float:
         """Forward and backward over a batch that all ranks know; the loss over all ranks."""

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ostinato.algos import token_entropy, token_log_probs
+from ostinato.algos import token_entropy, token_log_probs, token_sum_pi_squared
 from ostinato.controller.topology import Coordinates
 from ostinato.rollout.base import TensorSpec
 from ostinato.workers.core.config import ModelConfig
@@ -117,12 +117,19 @@ class PlainEngine:
         """The CPU."""
         return torch.device("cpu")
 
-    def forward(self, micro_batches: Sequence[PackedRows], fn: OutputFn[T], *, entropy: bool = False) -> list[T] | None:
+    def forward(
+        self,
+        micro_batches: Sequence[PackedRows],
+        fn: OutputFn[T],
+        *,
+        entropy: bool = False,
+        sum_pi_squared: bool = False,
+    ) -> list[T] | None:
         """Run micro-batches without gradients."""
         self._need(params=True)
         self.calls.append("forward")
         with torch.no_grad():
-            return [fn(self._outputs(packed, entropy), packed) for packed in micro_batches]
+            return [fn(self._outputs(packed, entropy, sum_pi_squared), packed) for packed in micro_batches]
 
     def forward_backward(
         self, micro_batches: Sequence[PackedRows], fn: LossFn[T], *, entropy: bool = False
@@ -208,7 +215,7 @@ class PlainEngine:
         if missing:
             raise RuntimeError(f"PlainEngine: {missing} is offloaded; the phase must bring it back first")
 
-    def _outputs(self, packed: PackedRows, entropy: bool) -> TokenOutputs:
+    def _outputs(self, packed: PackedRows, entropy: bool, sum_pi_squared: bool = False) -> TokenOutputs:
         read = [self._row(packed.input_ids[start:end]) for start, end in pairwise(packed.cu_seqlens.tolist())]
         width = 1 if self.head == "value" else self.model.config.vocab_size
         chosen = torch.cat([torch.zeros(0, width), *read])[packed.predict]
@@ -217,6 +224,7 @@ class PlainEngine:
         return TokenOutputs(
             log_probs=token_log_probs(chosen, packed.labels, packed.temperature),
             entropy=token_entropy(chosen, packed.temperature) if entropy else None,
+            sum_pi_squared=token_sum_pi_squared(chosen, packed.temperature) if sum_pi_squared else None,
         )
 
     def _row(self, input_ids: torch.Tensor) -> torch.Tensor:
