@@ -31,7 +31,7 @@ COMMON = [
     "actor_rollout_ref.rollout.name=hf",
     "actor_rollout_ref.rollout.dtype=float32",
     "actor_rollout_ref.rollout.n=8",
-    # A policy that starts from nothing has to keep trying: an entropy bonus, and more room above a ratio of 1 than below.
+    # A policy that starts from nothing must keep trying: an entropy bonus, and more room above a ratio of 1 than below.
     "actor_rollout_ref.actor.entropy_coeff=0.05",
     "actor_rollout_ref.actor.clip_ratio_high=0.28",
     "actor_rollout_ref.actor.optim.lr_scheduler_type=cosine",
