@@ -85,8 +85,10 @@ def _main(argv: Sequence[str] | None, ctrl_c: CtrlC) -> int:
     options = _parse(list(sys.argv[1:] if argv is None else argv))
     if isinstance(options, int):
         return options
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     from ostinato.ppo.errors import ConfigError
+    from ostinato.ppo.run import LOG_FORMAT
+
+    logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
 
     try:
         config, problems = compose(options.overrides, config_dir=options.config_dir, config_name=options.config_name)

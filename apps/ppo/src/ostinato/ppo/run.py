@@ -15,6 +15,8 @@ logger = logging.getLogger(__name__)
 
 Event = dict[str, Any]
 
+LOG_FORMAT = "%(levelname)s %(name)s: %(message)s"
+
 QUIET = {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
 """Environment of the workers: one loading bar a process and role says nothing that the run's own bar does not."""
 
@@ -43,7 +45,19 @@ def run(config: PpoConfig, on_event: Callable[[Event], None]) -> None:
     from ostinato.ppo.tracking import guarded
 
     with env.ray_session(env_vars=QUIET):
-        driver.run_on_cluster(train, config, on_event=guarded(on_event))
+        driver.run_on_cluster(train_logged, config, logging.root.level, on_event=guarded(on_event))
+
+
+def train_logged(config: PpoConfig, level: int, *, emit: Callable[[Event], None]) -> None:
+    """`train` in the driver actor, a fresh process, with the log lines that it has in this one; Ray brings them here.
+
+    Args:
+        config: as for `train`.
+        level: of the log lines.
+        emit: as for `train`.
+    """
+    logging.basicConfig(level=level, format=LOG_FORMAT)
+    train(config, emit=emit)
 
 
 def train(config: PpoConfig, *, emit: Callable[[Event], None]) -> None:
