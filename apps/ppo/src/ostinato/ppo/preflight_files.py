@@ -143,14 +143,14 @@ def _weights(checked: Checked, key: str, facts: ModelFacts) -> None:
 
 def _vocabulary(checked: Checked, key: str, model: ModelConfig, policy: ModelConfig | None) -> None:
     """A model that reads the policy's token ids has the policy's vocabulary."""
-    from ostinato.workers.core.errors import ModelMismatchError
-    from ostinato.workers.core.factory import check_vocabulary
-
     if policy is None or checked.tokenizer is None:
         return
     own, theirs = Path(model.resolved_tokenizer_path), Path(policy.resolved_tokenizer_path)
     if _same_file(own / "tokenizer.json", theirs / "tokenizer.json"):
         return
+    from ostinato.workers.core.errors import ModelMismatchError
+    from ostinato.workers.core.factory import check_vocabulary
+
     try:
         read_tokenizer(str(own))
         check_vocabulary(model, str(theirs), key)
