@@ -22,7 +22,7 @@ def _rollout(b=2, p=3, r=4):
             "response_mask": torch.ones(b, r, dtype=torch.int64),
             "rollout_log_probs": torch.zeros(b, r),
         },
-        {"uid": ["a"] * b, "rollout_id": np.arange(b)},
+        {"uid": ["a"] * b, "rollout_id": np.arange(b), "finish_reason": ["stop"] * b},
     )
 
 

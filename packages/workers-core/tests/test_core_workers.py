@@ -82,6 +82,9 @@ def test_actor_one_whole_step(lm_path, backend):
     )
     group.init_model()
     batch = group.generate_sequences(prompts(global_step=1))
+    record = registration_of(ActorRolloutRefWorker.generate_sequences)
+    assert record is not None
+    assert set(record.writes) == set(batch.columns)
     assert len(batch) == 4
     assert batch.metrics["timing_s/update_weights"].value > 0
     mask = batch.batch["response_mask"].bool()

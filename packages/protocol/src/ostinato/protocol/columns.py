@@ -1,7 +1,8 @@
 """Every column of the system: what it holds, who writes it and who reads it.
 
 Prompts are left-padded to P tokens, responses right-padded to R; B is the number of rows. A batch may carry columns
-that are not declared here (a user's own); nothing of ours reads those.
+that are not declared here: a user's own, and `reward/KEY` for each further key of a reward function's result. Only what
+a user names in the configuration is read of those.
 """
 
 from __future__ import annotations
@@ -100,6 +101,10 @@ _DECLARED = (
     Column("returns", _F32, _R, "estimate", ("critic", "metrics"), "the critic's target; 0 where masked"),
     Column("reward_baselines", _F32, (), "trainer (remax)", ("estimate",), "score of the row's greedy response"),
     Column("rollout_is_weights", _F32, _R, "estimate", ("actor",), "train/rollout correction weight; 0 where masked"),
+    Column(
+        "selected", torch.bool, _R, "actor, for one mini-batch", ("actor",),
+        "token that the policy loss treats apart; 0 where masked",
+    ),
     Column("mini_batch", _I64, (), "trainer.balance", ("actor", "critic"), "number of the mini-batch of the row"),
     Column(
         "uid", None, (), "data", ("rollout", "estimate", "metrics"), "label of the prompt, whose responses are a group"
@@ -108,9 +113,14 @@ _DECLARED = (
         "rollout_id", None, (), "trainer", ("rollout", "estimate"),
         "number of the rollout within the step; a rollout may come back as several rows",
     ),
+    Column(
+        "finish_reason", None, (), "rollout", ("reward", "metrics"),
+        "why the response ended: `stop` (an end token), `length` (a limit) or `abort` (the engine gave up)",
+    ),
     Column("data_source", None, (), "data", ("reward", "metrics"), "name of the data set; chooses the reward"),
     Column("reward_model", None, (), "data", ("reward",), "dict that holds `ground_truth`"),
     Column("extra_info", None, (), "data", ("reward",), "dict of anything else the reward may want, or None"),
+    Column("reward/score", None, (), "reward (a function's)", ("estimate",), "score of the row as the function gave it"),
     Column("raw_prompt", None, (), "data", ("reward", "metrics"), "the prompt's messages, before tokenisation"),
 )  # fmt: skip
 
@@ -128,6 +138,7 @@ ROLLOUT = (
     "position_ids",
     "response_mask",
     "rollout_log_probs",
+    "finish_reason",
 )
 """What a rollout writes; `uid` and `rollout_id` come back with it."""
 

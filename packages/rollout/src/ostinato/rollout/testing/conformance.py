@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from ostinato.protocol import DataProto
+from ostinato.protocol import DataProto, columns
 from ostinato.rollout.base import Rollout
 from ostinato.rollout.config import RolloutConfig, SamplingParams
 from ostinato.rollout.errors import EngineStateError, PromptError
@@ -141,6 +141,7 @@ def check_columns(make: MakeRollout, setting: Setting) -> None:
     prompts = make_prompts(_LISTS, width=8, rollout_ids=[3, 1, 4, 11, 5])
     with _ready(make, setting) as rollout:
         rows = rollout.generate(prompts, _DRAWN)
+    assert set(rows.columns) == {*columns.ROLLOUT, "uid", "rollout_id"}
     t = _tensors(rows)
     valid = t["attention_mask"][:, 8:]
     assert t["responses"].shape == (5, 12)
@@ -154,8 +155,7 @@ def check_columns(make: MakeRollout, setting: Setting) -> None:
     assert bool((valid[:, :-1] >= valid[:, 1:]).all()), "responses are right-padded"
     assert torch.equal(t["position_ids"][:, :8], _tensors(prompts)["position_ids"])
     assert bool((t["position_ids"][:, 8:] == t["position_ids"][:, 7:-1] + 1).all()), "positions continue"
-    assert bool((t["rollout_log_probs"][valid == 0] == 0).all())
-    assert bool((t["rollout_log_probs"][valid == 1] <= 0).all())
+    assert bool(torch.where(valid == 1, t["rollout_log_probs"] <= 0, t["rollout_log_probs"] == 0).all())
     assert rows.non_tensor_batch["uid"].tolist() == prompts.non_tensor_batch["uid"].tolist()
     assert [int(i) for i in rows.non_tensor_batch["rollout_id"]] == [3, 1, 4, 11, 5]
     assert set(rows.non_tensor_batch["finish_reason"].tolist()) <= {"stop", "length", "abort"}

@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 ROLES = ("actor", "rollout", "ref", "actor_rollout", "actor_rollout_ref")
+GENERATED = (*columns.ROLLOUT, "uid", "rollout_id")
 SCORING = ("input_ids", "attention_mask", "response_mask")
 TRAINING = (*SCORING, "old_log_probs", "advantages", "ref_log_prob", "rollout_is_weights", "mini_batch")
 
@@ -77,7 +78,7 @@ class ActorRolloutRefWorker(Worker):
         if "rollout" in parts:
             self._rollout = self._build_rollout()
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, reads=columns.PROMPT, writes=columns.ROLLOUT, mesh="rollout")
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, reads=columns.PROMPT, writes=GENERATED, mesh="rollout")
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         """Answer prompts with the actor's current weights.
 
@@ -86,7 +87,7 @@ class ActorRolloutRefWorker(Worker):
                 (bool: do not sample).
 
         Returns:
-            Whole rows: `columns.ROLLOUT`, `uid` and `rollout_id`.
+            Whole rows: the columns of `GENERATED`.
         """
         rollout = self._need(self._rollout, "generate_sequences", "rollout")
         sampling = self.config.rollout.sampling(
