@@ -266,6 +266,34 @@ def test_ppo_preflight_policy_loss_keywords_are_those_of_its_signature(make):
     key = f"{ACTOR}.policy_loss.loss_kwargs"
     assert faults(make(**{key: {"clip_ratio_c": 2.0}})) == {}
     assert "clip_ratio_c" in faults(make(**{key: {"clip_ratioc": 2.0}}))[f"{key}.clip_ratioc"]
+    loss = f"{ACTOR}.policy_loss"
+    assert faults(make(**{f"{loss}.loss_mode": "clip_cov", f"{key}": {"clip_cov_ratio": 0.1}})) == {}
+    assert faults(make(**{f"{loss}.loss_mode": "clip_cov", f"{loss}.clip_cov_ratio": 0.1})) == {}
+    assert "no such parameter" in faults(make(**{f"{loss}.tau_pos": 2.0}))[f"{loss}.tau_pos"]
+
+
+@pytest.mark.parametrize(("name", "warns"), [("gspo", True), ("geo_mean", True), ("vanilla", False)])
+def test_ppo_preflight_sequence_losses_want_the_mean_over_sequences(name, warns, make):
+    changes = {f"{ACTOR}.policy_loss.loss_mode": name}
+    assert any("seq-mean-token-mean" in text for text in examine(make(**changes)).warnings) == warns
+    changes[f"{ACTOR}.loss_agg_mode"] = "seq-mean-token-mean"
+    assert not any("seq-mean-token-mean" in text for text in examine(make(**changes)).warnings)
+
+
+def test_ppo_preflight_estimator_that_wants_what_no_step_gives(make, monkeypatch):
+    from ostinato.algos import registry
+
+    def greedy(token_level_rewards, response_mask, *, groups, moon_phase, lam=1.0): ...
+
+    monkeypatch.setitem(registry._ADV_ESTIMATORS, "greedy", greedy)
+    text = faults(make(**{"algorithm.adv_estimator": "greedy"}))["algorithm.adv_estimator"]
+    assert text.startswith("greedy needs moon_phase, which no step gives")
+    assert "reward_baselines" in text
+
+
+def test_ppo_preflight_gdpo_wants_a_reward_function(make):
+    changes = {"algorithm.adv_estimator": "gdpo", "algorithm.gdpo_reward_keys": ["a"], "reward_model.enable": True}
+    assert "one score a row" in faults(make(**changes))["algorithm.adv_estimator"]
 
 
 def test_ppo_preflight_both_kl_terms_warn_and_neither_means_no_reference(make):

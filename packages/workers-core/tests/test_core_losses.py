@@ -130,7 +130,7 @@ def test_critic_loss_gives_the_checked_value():
     ("policy_loss", "text"),
     [
         (PolicyLossConfig(tau_pos=2.0), r"policy_loss\.tau_pos: .*'vanilla' has no such parameter"),
-        (PolicyLossConfig(loss_kwargs={"clip_ratoi": 1}), r"policy_loss\.clip_ratoi"),
+        (PolicyLossConfig(loss_kwargs={"clip_ratoi": 1}), r"policy_loss\.loss_kwargs\.clip_ratoi"),
         (PolicyLossConfig(loss_mode="core_test_needs"), r"policy_loss\.loss_kwargs\.strength: .*needs a value"),
     ],
 )

@@ -145,9 +145,13 @@ class PpoConfig:
     custom_reward_function: CustomRewardConfig = field(default_factory=CustomRewardConfig)
 
     def __post_init__(self) -> None:
-        """Work out the optimizer steps of one pass, for actor and critic: prompts // prompts."""
+        """Work out the optimizer steps of one pass, prompts // prompts, and what the estimator wants of the actor."""
         batch, hybrid, critic = self.data.train_batch_size, self.actor_rollout_ref, self.critic
-        actor = replace(hybrid.actor, num_mini_batches=mini_batches(batch, hybrid.actor.ppo_mini_batch_size))
+        actor = replace(
+            hybrid.actor,
+            num_mini_batches=mini_batches(batch, hybrid.actor.ppo_mini_batch_size),
+            sum_pi_squared=self._estimator_names("sum_pi_squared"),
+        )
         critic = replace(critic, num_mini_batches=mini_batches(batch, self.critic_mini_batch_size))
         object.__setattr__(self, "actor_rollout_ref", replace(hybrid, actor=actor))
         object.__setattr__(self, "critic", critic)
@@ -193,9 +197,14 @@ class PpoConfig:
     @property
     def needs_critic(self) -> bool:
         """Whether the advantage estimator names `values` in its signature."""
-        from ostinato.algos import get_adv_estimator
+        return self._estimator_names("values")
 
-        return "values" in inspect.signature(get_adv_estimator(self.algorithm.adv_estimator)).parameters
+    def _estimator_names(self, keyword: str) -> bool:
+        """Whether the advantage estimator names a keyword in its signature; False where it is not known."""
+        from ostinato.algos import adv_estimators, get_adv_estimator
+
+        name = self.algorithm.adv_estimator
+        return name in adv_estimators() and keyword in inspect.signature(get_adv_estimator(name)).parameters
 
     @property
     def critic_mini_batch_size(self) -> int:

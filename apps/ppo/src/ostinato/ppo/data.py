@@ -258,7 +258,7 @@ def follow(batch: DataProto, generated: DataProto) -> DataProto:
         generated: what the rollout returned.
 
     Returns:
-        One row for each generated row: all of its columns, and those of `batch` that it does not have.
+        One row for each generated row: all of its columns, and those of `batch` that it does not have; metrics of both.
 
     Raises:
         DataError: a generated row answers no row of the batch, or a row of the batch has no answer.
@@ -278,4 +278,4 @@ def follow(batch: DataProto, generated: DataProto) -> DataProto:
             "rollout engine must return each, an aborted one with finish_reason 'abort'"
         )
     replaced = [name for name in batch.columns if name in generated.columns or name in columns.PROMPT]
-    return batch.drop(replaced)[order[place]].union(generated)
+    return batch.drop(replaced)[order[place]].with_meta(metrics=batch.metrics).union(generated)

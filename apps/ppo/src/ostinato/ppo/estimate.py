@@ -6,9 +6,11 @@ Everything here is a function of `ostinato.algos` over a handful of `(B, R)` col
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
+import numpy as np
 import torch
 
 from ostinato.algos import (
@@ -22,10 +24,36 @@ from ostinato.algos import (
     rollout_correction,
 )
 from ostinato.ppo.config import AlgorithmConfig, RolloutCorrectionConfig
+from ostinato.ppo.errors import RewardError
 from ostinato.ppo.rewards.manager import EXTRA
 from ostinato.protocol import DataProto, Metric
 
-READS = ("response_mask", "token_level_scores", "old_log_probs", "ref_log_prob", "values", "uid", "rollout_id")
+READS = (
+    "response_mask",
+    "token_level_scores",
+    "old_log_probs",
+    "ref_log_prob",
+    "values",
+    "reward_baselines",
+    "sum_pi_squared",
+    "uid",
+    "rollout_id",
+)
+
+OFFERED = (
+    "values",
+    "groups",
+    "rollouts",
+    "gamma",
+    "lam",
+    "norm_adv_by_std_in_grpo",
+    "reward_baselines",
+    "log_probs",
+    "sum_pi_squared",
+    "reward_scores",
+    "weights",
+)
+"""The keywords that an estimator may name in its signature and gets (`register_adv_est`)."""
 
 
 def correct(batch: DataProto, correction: RolloutCorrectionConfig) -> DataProto:
@@ -76,8 +104,8 @@ class Estimate:
         """Estimate advantages.
 
         Args:
-            batch: the scored rows; reads `token_level_scores`, `response_mask`, `uid`, `rollout_id`, and where they are
-                there `values`, `old_log_probs`, `ref_log_prob`; for `gdpo` the reward function's result columns.
+            batch: the scored rows; reads those of `READS` that are there, and for `gdpo` the reward function's result
+                columns. A row without such a result (its call failed) counts as 0.
 
         Returns:
             `token_level_rewards`, `advantages`, `returns`, all (B, R) float32 and 0 under the mask.
@@ -109,12 +137,15 @@ class Estimate:
             "token_level_rewards": rewards,
             "response_mask": data.batch["response_mask"],
             "values": data.batch.get("values"),
+            "reward_baselines": data.batch.get("reward_baselines"),
+            "log_probs": data.batch.get("old_log_probs"),
+            "sum_pi_squared": data.batch.get("sum_pi_squared"),
             "groups": columns["uid"].tolist(),
             "rollouts": columns["rollout_id"].tolist(),
             "gamma": algorithm.gamma,
             "lam": algorithm.lam,
             "norm_adv_by_std_in_grpo": algorithm.norm_adv_by_std_in_grpo,
-            "reward_scores": {key: torch.from_numpy(columns[f"{EXTRA}{key}"]) for key in keys if self.rewards},
+            "reward_scores": {key: _numbers(columns, f"{EXTRA}{key}") for key in keys if self.rewards},
             "weights": dict(zip(keys, weights, strict=True)) if weights else None,
         }
         return {name: value for name, value in there.items() if name in self.wanted}
@@ -126,3 +157,17 @@ class Estimate:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take back what `state_dict` gave."""
         self.kl.load_state_dict(state)
+
+
+def _numbers(columns: Mapping[str, np.ndarray], name: str) -> torch.Tensor:
+    """A result column (B,) as numbers, 0 where a row has none.
+
+    Raises:
+        RewardError: the column holds texts.
+    """
+    column = columns[name]
+    if column.dtype == object:
+        raise RewardError(
+            f"algorithm.gdpo_reward_keys: the reward function's {name.removeprefix(EXTRA)!r} is no number"
+        )
+    return torch.from_numpy(np.nan_to_num(column, nan=0.0))

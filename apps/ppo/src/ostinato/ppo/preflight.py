@@ -7,7 +7,6 @@ be checked on a laptop. They collect every fault; what is allowed but probably n
 from __future__ import annotations
 
 import difflib
-import inspect
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -21,6 +20,8 @@ from ostinato.ppo.facts import DataFacts, ModelFacts, TokenizerFacts
 logger = logging.getLogger(__name__)
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+
+SEQUENCE_LOSSES, SEQUENCE_MODE = ("gspo", "geo_mean"), "seq-mean-token-mean"
 
 
 @dataclass
@@ -111,14 +112,17 @@ def one_of(name: object, known: Iterable[str]) -> str:
 
 
 def _algorithm(checked: Checked) -> None:
-    from ostinato.algos import adv_estimators
+    from ostinato.algos import adv_estimators, keywords
+    from ostinato.ppo.estimate import OFFERED
 
     algorithm, n = checked.config.algorithm, checked.config.actor_rollout_ref.rollout.n
     key, name = "algorithm.adv_estimator", algorithm.adv_estimator
     if checked.estimator is None:
         checked.refuse(key, one_of(name, adv_estimators()))
         return
-    wanted = inspect.signature(checked.estimator).parameters
+    wanted = keywords(checked.estimator)
+    if lacking := [word for word, needed in wanted.items() if needed and word not in OFFERED]:
+        checked.refuse(key, f"{name} needs {', '.join(lacking)}, which no step gives; there are {', '.join(OFFERED)}")
     if "groups" in wanted and n == 1:
         checked.refuse(
             f"{ROLLOUT}.n",
@@ -128,6 +132,9 @@ def _algorithm(checked: Checked) -> None:
         )
     if "reward_scores" in wanted:
         keys, weights = algorithm.gdpo_reward_keys, algorithm.gdpo_reward_weights
+        if checked.config.reward_model.enable:
+            text = f"{name} needs the results of a reward function, and reward_model.enable=True gives one score a row"
+            checked.refuse(key, text, "reward_model.enable")
         if not keys:
             checked.refuse("algorithm.gdpo_reward_keys", f"{key}={name} needs the reward function's result keys", key)
         if weights and len(weights) != len(keys):
@@ -139,20 +146,26 @@ def _algorithm(checked: Checked) -> None:
 
 
 def _policy_loss(checked: Checked) -> None:
-    from ostinato.algos import get_policy_loss, policy_losses
+    from ostinato.algos import get_policy_loss, get_token_selector, policy_losses
+    from ostinato.workers.core.errors import ConfigError as WorkerConfigError
+    from ostinato.workers.core.losses import policy_loss_arguments
 
-    loss = checked.config.actor_rollout_ref.actor.policy_loss
+    actor = checked.config.actor_rollout_ref.actor
+    loss = actor.policy_loss
     key = f"{ACTOR}.policy_loss"
     if loss.loss_mode not in policy_losses():
         checked.refuse(f"{key}.loss_mode", one_of(loss.loss_mode, policy_losses()))
         return
-    parameters = inspect.signature(get_policy_loss(loss.loss_mode)).parameters.values()
-    known = [entry.name for entry in parameters if entry.kind is inspect.Parameter.KEYWORD_ONLY]
-    for name in loss.loss_kwargs:
-        if name not in known:
-            checked.refuse(
-                f"{key}.loss_kwargs.{name}", f"{loss.loss_mode} takes no such keyword; {one_of(name, known)}"
-            )
+    try:
+        policy_loss_arguments(get_policy_loss(loss.loss_mode), get_token_selector(loss.loss_mode), actor)
+    except WorkerConfigError as error:
+        name, _, text = str(error).partition(": ")
+        checked.refuse(name, text)
+    if loss.loss_mode in SEQUENCE_LOSSES and actor.loss_agg_mode != SEQUENCE_MODE:
+        checked.warn(
+            f"{ACTOR}.loss_agg_mode",
+            f"{loss.loss_mode} is defined on sequences, which {SEQUENCE_MODE} weighs alike and {actor.loss_agg_mode} does not",
+        )
 
 
 def _kl(checked: Checked) -> None:

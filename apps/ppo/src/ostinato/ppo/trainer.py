@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ostinato.ppo.balance import balance
+from ostinato.ppo.baseline import GreedyBaseline
 from ostinato.ppo.checkpoint import Checkpoints
 from ostinato.ppo.config import PpoConfig
 from ostinato.ppo.data import Schedule, follow, rollouts
@@ -55,6 +56,9 @@ class Trainer:
         self.critic = self.groups.get("critic")
         self.reference = self.actor if config.needs_reference else None
         self.estimate = Estimate(config.algorithm)
+        self.preparations: dict[str, Callable[[DataProto], DataProto]] = {}  # steps on the prompts, by timing name
+        if "reward_baselines" in self.estimate.wanted:
+            self.preparations["baseline"] = GreedyBaseline(self.actor, self.reward)
         self.step = 0
         self.num_mini_batches = config.actor_rollout_ref.actor.num_mini_batches
         if self.critic:  # the finest cut that both roles' mini-batches are whole multiples of
@@ -68,6 +72,9 @@ class Trainer:
             self.tracker.report(0, self.validate())
         for step, batch in self.schedule.steps():
             with self.tracker.step(step) as log:
+                for name, prepare in self.preparations.items():
+                    with log.time(name):
+                        batch = batch.union(prepare(batch))
                 batch = rollouts(batch, cfg.actor_rollout_ref.rollout.n)
                 with log.time("gen"):
                     generated = self.actor.generate_sequences(batch.select(columns.PROMPT))

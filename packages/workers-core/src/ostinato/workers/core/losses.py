@@ -141,8 +141,9 @@ def policy_loss_arguments(
     given = config.policy_loss.parameters
     for name in given:
         if name not in of_loss | of_selector:
+            place = "loss_kwargs." if name in config.policy_loss.loss_kwargs else ""
             raise ConfigError(
-                f"{key}.{name}: policy loss '{mode}' has no such parameter; it takes {[*of_loss, *of_selector]}"
+                f"{key}.{place}{name}: policy loss '{mode}' has no such parameter; it takes {[*of_loss, *of_selector]}"
             )
     known = {
         "clip_ratio_low": config.clip_low,
