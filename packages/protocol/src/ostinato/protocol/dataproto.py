@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator, Sequence
 from os import PathLike
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self, overload
 
 import numpy as np
 import torch
@@ -15,6 +15,9 @@ from ostinato.protocol.errors import ArgumentError, EmptyConcatError
 from ostinato.protocol.jagged import share_offsets
 from ostinato.protocol.meta import METRICS, copy_meta, merge_meta
 from ostinato.protocol.store import ColumnStore
+
+if TYPE_CHECKING:
+    from ostinato.protocol.future import DataProtoFuture
 
 
 class DataProto(ColumnStore):
@@ -61,6 +64,31 @@ class DataProto(ColumnStore):
         """
         return self._cut(rows.split_bounds(len(self), size))
 
+    @overload
+    def union(self, other: ColumnStore) -> Self: ...
+    @overload
+    def union(self, other: DataProtoFuture) -> DataProtoFuture: ...
+    def union(self, other: ColumnStore | DataProtoFuture) -> Self | DataProtoFuture:
+        """Put the columns of two batches of the same rows side by side.
+
+        Args:
+            other: batch of equally many rows; one without rows and columns brings its meta entries alone. A column that
+                both hold must be equal (NaN equals NaN). Of a `DataProtoFuture` the rows stay where they are.
+
+        Returns:
+            The batch of all columns and meta entries, metrics merged by their reductions; a future if `other` is one.
+
+        Raises:
+            RowCountError: unlike numbers of rows.
+            ColumnConflictError: both hold a column of one name, and they differ.
+            MetaConflictError: both hold a meta entry of one key, and they differ.
+        """
+        if isinstance(other, ColumnStore):
+            return super().union(other)
+        from ostinato.protocol.future import DataProtoFuture  # which stands on this module
+
+        return DataProtoFuture.of(self).union(other)
+
     def _cut(self, bounds: rows.Bounds) -> list[Self]:
         pieces = payload.cut(self._tensors(), self._arrays(), bounds)
         return [
@@ -77,7 +105,8 @@ class DataProto(ColumnStore):
                 they share.
 
         Returns:
-            All rows, with every meta entry; metrics are merged by their reductions. One part alone shares storage.
+            All rows, with every meta entry; metrics are merged by their reductions. One part alone shares storage. If a
+            part is a `DataProtoFuture`, so is the result.
 
         Raises:
             EmptyConcatError: no parts.
@@ -87,6 +116,10 @@ class DataProto(ColumnStore):
         parts = list(parts)
         if not parts:
             raise EmptyConcatError("concat: no parts, so the columns are not known; keep one empty piece (chunk does)")
+        if not all(isinstance(part, ColumnStore) for part in parts):
+            from ostinato.protocol.future import DataProtoFuture
+
+            return DataProtoFuture.concat(parts)  # type: ignore[return-value]
         tensors, arrays = payload.join([(part._tensors(), part._arrays()) for part in parts])
         return cls._of(tensors, arrays, merge_meta("concat", [part.meta_info for part in parts]), sum(map(len, parts)))
 

@@ -39,6 +39,10 @@ class RowIndexError(ProtocolError, IndexError):
     """An index names no row, or is of no kind that can name rows."""
 
 
+class RowsElsewhereError(ProtocolError, AttributeError):
+    """Something was asked of a handle to rows elsewhere that only rows here can answer."""
+
+
 class ArgumentError(ProtocolError, ValueError):
     """An argument is outside what the operation takes."""
 

@@ -27,7 +27,7 @@ from ostinato.protocol import jagged
 from ostinato.protocol.cells import as_bytes
 from ostinato.protocol.format import decode, encode, read_file, write_file
 
-__all__ = ["decode", "encode", "read_file", "reduce", "shared_views", "write_file"]
+__all__ = ["decode", "encode", "pack", "read_file", "reduce", "shared_views", "unpack", "write_file"]
 
 Buffer = Any
 _SHARED: ContextVar[Collection[str] | bool] = ContextVar("ostinato_shared_views", default=False)
@@ -71,6 +71,23 @@ def reduce(
     Returns:
         The function that builds the batch, and its arguments.
     """
+    packed, ends, cells = pack(tensors, arrays, protocol)
+    return _rebuild, (cls, packed, ends, cells, _guard(dict(meta)), num_rows)
+
+
+def pack(
+    tensors: Mapping[str, torch.Tensor], arrays: Mapping[str, np.ndarray], protocol: int
+) -> tuple[list[Any], list[Any], list[Any]]:
+    """Take columns apart into what pickles with a buffer each; the inverse of `unpack`.
+
+    Args:
+        tensors: tensor columns; they come to host memory.
+        arrays: numpy columns.
+        protocol: of the pickler; below 5 buffers are bytes in the stream.
+
+    Returns:
+        Tensors, the offsets that jagged ones among them share, numpy columns.
+    """
     offsets: list[torch.Tensor] = []
     packed = []
     for name, column in tensors.items():
@@ -82,22 +99,40 @@ def reduce(
         if place == len(offsets):
             offsets.append(ends)
         packed.append((name, _pack_tensor(values, protocol), place, dim))
-    ends = [_pack_tensor(tensor, protocol) for tensor in offsets]
-    cells = [(name, _pack_array(array, protocol)) for name, array in arrays.items()]
-    return _rebuild, (cls, packed, ends, cells, _guard(dict(meta)), num_rows)
+    return (
+        packed,
+        [_pack_tensor(tensor, protocol) for tensor in offsets],
+        [(name, _pack_array(array, protocol)) for name, array in arrays.items()],
+    )
+
+
+def unpack(
+    packed: list[Any], ends: list[Any], cells: list[Any], shared: Collection[str] | bool
+) -> tuple[dict[str, torch.Tensor], dict[str, np.ndarray]]:
+    """Put columns together again.
+
+    Args:
+        packed: tensors, of `pack`; some may be left out.
+        ends: all of the offsets.
+        cells: numpy columns; some may be left out.
+        shared: columns that may be views of their buffers.
+
+    Returns:
+        Tensor columns and numpy columns.
+    """
+    wanted = {entry[2] for entry in packed}
+    offsets = {place: _unpack_tensor(*end, shared=False) for place, end in enumerate(ends) if place in wanted}
+    tensors = {}
+    for name, content, place, dim in packed:
+        values = _unpack_tensor(*content, shared=_is_shared(name, shared))
+        tensors[name] = values if place is None else jagged.build(values, offsets[place], dim)
+    return tensors, {name: _unpack_array(*content, shared=_is_shared(name, shared)) for name, content in cells}
 
 
 def _rebuild(
     cls: Any, packed: list[Any], ends: list[Any], cells: list[Any], meta: dict[str, Any], num_rows: int
 ) -> Any:
-    shared = _SHARED.get()
-    offsets = [_unpack_tensor(*end, shared=False) for end in ends]
-    tensors = {}
-    for name, content, place, dim in packed:
-        values = _unpack_tensor(*content, shared=_is_shared(name, shared))
-        tensors[name] = values if place is None else jagged.build(values, offsets[place], dim)
-    arrays = {name: _unpack_array(*content, shared=_is_shared(name, shared)) for name, content in cells}
-    return cls._of(tensors, arrays, meta, num_rows)
+    return cls._of(*unpack(packed, ends, cells, _SHARED.get()), meta, num_rows)
 
 
 def _is_shared(name: str, shared: Collection[str] | bool) -> bool:
