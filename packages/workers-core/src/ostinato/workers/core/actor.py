@@ -13,16 +13,16 @@ from ostinato.controller import Coordinates, Dispatch, Worker, register
 from ostinato.protocol import DataProto, Metric, columns
 from ostinato.rollout import Rollout, build_rollout
 from ostinato.rollout.reshard import reshard
-from ostinato.workers.core.config import ActorRolloutRefConfig, EngineChoice, rollout_log_prob_limit
-from ostinato.workers.core.engine import TrainEngine
+from ostinato.workers.core.config import ActorRolloutRefConfig, rollout_log_prob_limit
 from ostinato.workers.core.errors import ConfigError, RoleError
 from ostinato.workers.core.export import export_hf
-from ostinato.workers.core.factory import find_engine, prepare_model
+from ostinato.workers.core.factory import build_engine, prepare_model
 from ostinato.workers.core.limits import BatchLimit
 from ostinato.workers.core.losses import ActorObjective
+from ostinato.workers.core.memory import memory_metrics
 from ostinato.workers.core.microbatch import pack
 from ostinato.workers.core.residency import Residency
-from ostinato.workers.core.scoring import Outputs, log_probs_of, planned, token_columns
+from ostinato.workers.core.scoring import SCORING, Outputs, log_probs_of, scored
 from ostinato.workers.core.update import update
 
 logger = logging.getLogger(__name__)
@@ -31,7 +31,6 @@ T = TypeVar("T")
 
 ROLES = ("actor", "rollout", "ref", "actor_rollout", "actor_rollout_ref")
 GENERATED = (*columns.ROLLOUT, "uid", "rollout_id")
-SCORING = ("input_ids", "attention_mask", "response_mask")
 TRAINING = (*SCORING, "old_log_probs", "advantages", "ref_log_prob", "rollout_is_weights", "mini_batch")
 
 
@@ -68,10 +67,11 @@ class ActorRolloutRefWorker(Worker):
         prepare_model(config.model, "actor_rollout_ref.model")
         self.init_process_group()
         if "ref" in parts:
-            self._ref = self._build(config.ref, trainable=False)
+            self._ref = build_engine(self.engine_path, config.ref, config.model, head="lm")
         if "actor" in parts:
             self._objective = ActorObjective(config.actor)
-            self._actor = self._build(config.actor, trainable=True)
+            optim = config.actor.engine_optim
+            self._actor = build_engine(self.engine_path, config.actor, config.model, head="lm", optim=optim)
         built = self._actor or self._ref
         if built is not None:
             self.register_mesh("train", built.engine.coordinates)
@@ -167,6 +167,7 @@ class ActorRolloutRefWorker(Worker):
                 limit=config.update_limit,
                 temperature=self.config.rollout.temperature,
             )
+        metrics |= memory_metrics(actor.engine.device)
         if config.use_kl_loss:
             metrics["actor/kl_coef"] = Metric.mean(config.kl_loss_coef)
         return DataProto.from_dict(meta_info={"metrics": metrics})
@@ -197,19 +198,6 @@ class ActorRolloutRefWorker(Worker):
         if self._rollout is not None:
             self._rollout.close()
 
-    def _build(self, choice: EngineChoice, *, trainable: bool) -> Residency:
-        engine: TrainEngine = find_engine(self.engine_path)(
-            head="lm",
-            model=self.config.model,
-            optim=self.config.actor.engine_optim if trainable else None,
-            engine=choice.engine_config,
-            trainable=trainable,
-        )
-        engine.build()
-        residency = Residency(engine, choice)
-        residency.park()
-        return residency
-
     def _build_rollout(self) -> Rollout:
         config, size = self.config.rollout, self.config.rollout.tensor_model_parallel_size
         if self.world_size % size:
@@ -236,13 +224,8 @@ class ActorRolloutRefWorker(Worker):
     def _score(
         self, part: Residency, batch: DataProto, limit: BatchLimit, *, entropy: bool, sum_pi_squared: bool = False
     ) -> Outputs | None:
-        engine = part.engine
-        packer = partial(pack, temperature=self.config.rollout.temperature, device=engine.device)
-        with part.inference():
-            plan = planned(engine, batch, limit)
-            return token_columns(
-                engine, batch, packer, log_probs_of, plan=plan, entropy=entropy, sum_pi_squared=sum_pi_squared
-            )
+        packer = partial(pack, temperature=self.config.rollout.temperature, device=part.engine.device)
+        return scored(part, batch, packer, log_probs_of, limit, entropy=entropy, sum_pi_squared=sum_pi_squared)
 
     def _need(self, part: T | None, method: str, role: str) -> T:
         if part is None:

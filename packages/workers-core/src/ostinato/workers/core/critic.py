@@ -9,19 +9,18 @@ from pathlib import Path
 from ostinato.controller import Dispatch, Worker, register
 from ostinato.protocol import DataProto
 from ostinato.workers.core.config import CriticConfig
-from ostinato.workers.core.engine import TokenOutputs, TrainEngine
 from ostinato.workers.core.errors import RoleError
 from ostinato.workers.core.export import export_hf
-from ostinato.workers.core.factory import find_engine, prepare_model
+from ostinato.workers.core.factory import build_engine, prepare_model
 from ostinato.workers.core.losses import CriticObjective
+from ostinato.workers.core.memory import memory_metrics
 from ostinato.workers.core.microbatch import pack
 from ostinato.workers.core.residency import Residency
-from ostinato.workers.core.scoring import Outputs, planned, token_columns
+from ostinato.workers.core.scoring import SCORING, scored, values_as
 from ostinato.workers.core.update import update
 
 logger = logging.getLogger(__name__)
 
-SCORING = ("input_ids", "attention_mask", "response_mask")
 TRAINING = (*SCORING, "values", "returns", "mini_batch")
 
 
@@ -44,17 +43,9 @@ class CriticWorker(Worker):
         """Build the engine; collective over all ranks."""
         prepare_model(self.config.model, "critic.model")
         self.init_process_group()
-        engine: TrainEngine = find_engine(self.engine_path)(
-            head="value",
-            model=self.config.model,
-            optim=self.config.engine_optim,
-            engine=self.config.engine_config,
-            trainable=True,
-        )
-        engine.build()
-        self.register_mesh("train", engine.coordinates)
-        self._residency = Residency(engine, self.config)
-        self._residency.park()
+        config = self.config
+        self._residency = build_engine(self.engine_path, config, config.model, head="value", optim=config.engine_optim)
+        self.register_mesh("train", self._residency.engine.coordinates)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, reads=SCORING, writes=("values",))
     def compute_values(self, batch: DataProto) -> DataProto:
@@ -67,11 +58,8 @@ class CriticWorker(Worker):
             `values` (B, R) float32, 0 under the mask.
         """
         critic = self._built("compute_values")
-        with critic.inference():
-            plan = planned(critic.engine, batch, self.config.forward_limit)
-            packer = partial(pack, device=critic.engine.device)
-            result = token_columns(critic.engine, batch, packer, _values, plan=plan)
-        return DataProto.from_dict() if result is None else DataProto.from_dict(result)
+        packer = partial(pack, device=critic.engine.device)
+        return DataProto.from_dict(scored(critic, batch, packer, values_as("values"), self.config.forward_limit))
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, reads=TRAINING)
     def update_critic(self, batch: DataProto) -> DataProto:
@@ -93,7 +81,7 @@ class CriticWorker(Worker):
                 epochs=config.ppo_epochs,
                 limit=config.update_limit,
             )
-        return DataProto.from_dict(meta_info={"metrics": metrics})
+        return DataProto.from_dict(meta_info={"metrics": metrics | memory_metrics(critic.engine.device)})
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, path: str, step: int | None = None) -> None:
@@ -120,8 +108,3 @@ class CriticWorker(Worker):
         if self._residency is None:
             raise RoleError(f"{method}: the critic is not built; call init_model first")
         return self._residency
-
-
-def _values(outputs: TokenOutputs) -> Outputs:
-    assert outputs.values is not None, "the engine's head is not 'value'"
-    return {"values": outputs.values}

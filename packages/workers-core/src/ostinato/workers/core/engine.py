@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
 import torch
 
@@ -19,6 +19,9 @@ from ostinato.rollout.base import WeightSource
 from ostinato.workers.core.microbatch import PackedRows
 
 T = TypeVar("T")
+
+Head = Literal["lm", "value"]
+"""What a model ends in: the vocabulary, or one number at every position (critic, reward model)."""
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import importlib
 
-from ostinato.workers.core.config import ModelConfig
-from ostinato.workers.core.engine import EngineFactory
+from ostinato.workers.core.config import EngineChoice, ModelConfig, OptimConfig
+from ostinato.workers.core.engine import EngineFactory, Head, TrainEngine
 from ostinato.workers.core.errors import ConfigError, EngineImportError, ModelMismatchError
+from ostinato.workers.core.residency import Residency
 
 
 def find_engine(path: str) -> EngineFactory:
@@ -33,6 +34,30 @@ def find_engine(path: str) -> EngineFactory:
     if not hasattr(module, name):
         raise EngineImportError(f"engine '{path}': module '{module_name}' has no '{name}'")
     return getattr(module, name)
+
+
+def build_engine(
+    path: str, choice: EngineChoice, model: ModelConfig, *, head: Head, optim: OptimConfig | None = None
+) -> Residency:
+    """Build an engine and move to the host what its flags say lies there between phases; collective over all ranks.
+
+    Args:
+        path: of the engine, as for `find_engine`.
+        choice: the role's section, with the engine's own config.
+        model: what to load.
+        head: `lm` or `value`.
+        optim: optimizer and schedule; None freezes the weights.
+
+    Returns:
+        The engine and where its state lies.
+    """
+    engine: TrainEngine = find_engine(path)(
+        head=head, model=model, optim=optim, engine=choice.engine_config, trainable=optim is not None
+    )
+    engine.build()
+    residency = Residency(engine, choice)
+    residency.park()
+    return residency
 
 
 def prepare_model(model: ModelConfig, key: str) -> None:

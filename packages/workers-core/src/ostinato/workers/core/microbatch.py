@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ostinato.protocol import DataProto
+from ostinato.protocol import DataProto, padding
 from ostinato.protocol.partition import token_budget_micro_batches
 from ostinato.workers.core.errors import BatchError
 
@@ -231,12 +231,9 @@ def _column(rows: DataProto, name: str, where: str) -> torch.Tensor:
 
 
 def _packed(rows: DataProto, attention: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
-    input_ids = _column(rows, "input_ids", "pack").to(torch.int64)[attention]
-    lengths = attention.sum(dim=1)
-    position_ids = (attention.cumsum(dim=1) - 1)[attention]
-    cu_seqlens = torch.zeros(len(lengths) + 1, dtype=torch.int32, device=attention.device)
-    cu_seqlens[1:] = lengths.cumsum(0)
-    return input_ids, position_ids, cu_seqlens, int(lengths.max()) if len(lengths) else 0
+    input_ids, cu_seqlens = padding.pack(_column(rows, "input_ids", "pack").to(torch.int64), attention)
+    lengths = cu_seqlens.diff()
+    return input_ids, padding.position_ids(attention)[attention], cu_seqlens, int(lengths.max()) if len(lengths) else 0
 
 
 def _on_device(packed: PackedRows, device: torch.device | str | None) -> PackedRows:

@@ -7,14 +7,11 @@ from functools import partial
 from ostinato.controller import Dispatch, Worker, register
 from ostinato.protocol import DataProto
 from ostinato.workers.core.config import RewardModelConfig
-from ostinato.workers.core.engine import TokenOutputs, TrainEngine
 from ostinato.workers.core.errors import RoleError
-from ostinato.workers.core.factory import check_vocabulary, find_engine, prepare_model
+from ostinato.workers.core.factory import build_engine, check_vocabulary, prepare_model
 from ostinato.workers.core.microbatch import pack_last
 from ostinato.workers.core.residency import Residency
-from ostinato.workers.core.scoring import Outputs, planned, token_columns
-
-SCORING = ("input_ids", "attention_mask", "response_mask")
+from ostinato.workers.core.scoring import SCORING, scored, values_as
 
 
 class RewardModelWorker(Worker):
@@ -45,18 +42,13 @@ class RewardModelWorker(Worker):
         """Build the engine; collective over all ranks.
 
         Raises:
-            ModelMismatchError: the policy's vocabulary has another size.
+            ModelMismatchError: the policy has another vocabulary.
         """
         prepare_model(self.config.model, "reward_model.model")
         check_vocabulary(self.config.model, self.policy_path, "reward_model.model")
         self.init_process_group()
-        engine: TrainEngine = find_engine(self.engine_path)(
-            head="value", model=self.config.model, optim=None, engine=self.config.engine_config, trainable=False
-        )
-        engine.build()
-        self.register_mesh("train", engine.coordinates)
-        self._residency = Residency(engine, self.config)
-        self._residency.park()
+        self._residency = build_engine(self.engine_path, self.config, self.config.model, head="value")
+        self.register_mesh("train", self._residency.engine.coordinates)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, reads=SCORING, writes=("token_level_scores",))
     def compute_rm_score(self, batch: DataProto) -> DataProto:
@@ -71,14 +63,6 @@ class RewardModelWorker(Worker):
         """
         if self._residency is None:
             raise RoleError("compute_rm_score: the reward model is not built; call init_model first")
-        with self._residency.inference():
-            engine = self._residency.engine
-            plan = planned(engine, batch, self.config.limit)
-            packer = partial(pack_last, device=engine.device)
-            result = token_columns(engine, batch, packer, _score, plan=plan)
-        return DataProto.from_dict() if result is None else DataProto.from_dict(result)
-
-
-def _score(outputs: TokenOutputs) -> Outputs:
-    assert outputs.values is not None, "the engine's head is not 'value'"
-    return {"token_level_scores": outputs.values}
+        packer = partial(pack_last, device=self._residency.engine.device)
+        read = values_as("token_level_scores")
+        return DataProto.from_dict(scored(self._residency, batch, packer, read, self.config.limit))

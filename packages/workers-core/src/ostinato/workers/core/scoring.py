@@ -10,9 +10,14 @@ from ostinato.protocol import DataProto
 from ostinato.workers.core.engine import TokenOutputs, TrainEngine
 from ostinato.workers.core.limits import BatchLimit
 from ostinato.workers.core.microbatch import PackedRows, micro_batches
+from ostinato.workers.core.residency import Residency
 
 Packer = Callable[[DataProto], PackedRows]
 Outputs = dict[str, torch.Tensor]
+Reader = Callable[[TokenOutputs], Outputs]
+
+SCORING = ("input_ids", "attention_mask", "response_mask")
+"""Columns that a forward pass reads."""
 
 
 def planned(engine: TrainEngine, batch: DataProto, limit: BatchLimit) -> list[list[int]]:
@@ -22,11 +27,29 @@ def planned(engine: TrainEngine, batch: DataProto, limit: BatchLimit) -> list[li
     )
 
 
+def scored(
+    part: Residency,
+    batch: DataProto,
+    packer: Packer,
+    read: Reader,
+    limit: BatchLimit,
+    *,
+    entropy: bool = False,
+    sum_pi_squared: bool = False,
+) -> Outputs | None:
+    """Bring the parameters to the device and run `token_columns` in micro-batches under a limit."""
+    with part.inference():
+        plan = planned(part.engine, batch, limit)
+        return token_columns(
+            part.engine, batch, packer, read, plan=plan, entropy=entropy, sum_pi_squared=sum_pi_squared
+        )
+
+
 def token_columns(
     engine: TrainEngine,
     batch: DataProto,
     packer: Packer,
-    read: Callable[[TokenOutputs], Outputs],
+    read: Reader,
     *,
     plan: Sequence[Sequence[int]],
     entropy: bool = False,
@@ -73,6 +96,16 @@ def log_probs_of(outputs: TokenOutputs) -> Outputs:
         "sum_pi_squared": outputs.sum_pi_squared,
     }
     return {name: values for name, values in wanted.items() if values is not None}
+
+
+def values_as(name: str) -> Reader:
+    """Make the function that picks the outputs of a scalar head, as a column of this name."""
+
+    def read(outputs: TokenOutputs) -> Outputs:
+        assert outputs.values is not None, "the engine's head is not 'value'"
+        return {name: outputs.values}
+
+    return read
 
 
 def _no_outputs(entropy: bool, sum_pi_squared: bool) -> TokenOutputs:

@@ -26,10 +26,10 @@ from transformers import (
 )
 
 from ostinato.workers.core.config import ModelConfig
+from ostinato.workers.core.engine import Head
 from ostinato.workers.fsdp.attention import VARLEN, choose_attention
 from ostinato.workers.fsdp.config import FsdpConfig, torch_dtype
 from ostinato.workers.fsdp.errors import ModelLoadError
-from ostinato.workers.fsdp.packing import Head
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from ostinato.controller.topology import Coordinates
 from ostinato.workers.core.config import ModelConfig
-from ostinato.workers.core.engine import LossFn, OutputFn, StepStats, TokenOutputs
+from ostinato.workers.core.engine import Head, LossFn, OutputFn, StepStats, TokenOutputs
 from ostinato.workers.core.microbatch import PackedRows
 from ostinato.workers.core.optim import OptimConfig, lr_factor
 from ostinato.workers.fsdp import checkpoint
@@ -27,7 +27,7 @@ from ostinato.workers.fsdp.errors import EngineStateError, FsdpConfigError
 from ostinato.workers.fsdp.mesh import build_mesh, coordinates, shard_group, training_device
 from ostinato.workers.fsdp.offload import free_device_cache, move_optimizer, move_parameters
 from ostinato.workers.fsdp.optim import build_optimizer, gradient_norm, scale_gradients
-from ostinato.workers.fsdp.packing import Head, token_outputs
+from ostinato.workers.fsdp.packing import token_outputs
 from ostinato.workers.fsdp.weights import FsdpWeightSource, reshard_all
 
 T = TypeVar("T")

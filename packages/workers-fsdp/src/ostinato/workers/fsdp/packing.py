@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from typing import Literal
 
 import torch
 from torch import nn
 
 from ostinato.algos import token_log_probs, token_log_probs_and_entropy, token_sum_pi_squared
-from ostinato.workers.core.engine import TokenOutputs
+from ostinato.workers.core.engine import Head, TokenOutputs
 from ostinato.workers.core.microbatch import PackedRows
-
-Head = Literal["lm", "value"]
 
 
 def selects_logits(module: nn.Module) -> bool:
