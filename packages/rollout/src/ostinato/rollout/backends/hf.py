@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.initialization import no_init_weights
 
 from ostinato.rollout.assemble import PaddedResponses, assemble_padded, check_prompts, rollout_ids
@@ -17,6 +17,7 @@ from ostinato.rollout.decoding import Decoded, Decoder, DecodeRequest
 from ostinato.rollout.errors import ConfigError, GenerationError
 from ostinato.rollout.lifecycle import Lifecycle
 from ostinato.rollout.live_weights import LiveWeights
+from ostinato.rollout.model_config import read_model_config
 
 if TYPE_CHECKING:
     from ostinato.protocol import DataProto
@@ -53,6 +54,8 @@ class HfRollout:
         dp_rank: place among `dp_size` independent engines.
         dp_size: number of independent engines.
         tokenizer: gives padding and end tokens; None takes the model's.
+        override_config: entries of the model's config that replace those of its folder.
+        trust_remote_code: run code that comes with the model.
 
     Raises:
         ConfigError: tensor parallelism, or a context that the model's positions do not cover.
@@ -67,6 +70,8 @@ class HfRollout:
         dp_rank: int = 0,
         dp_size: int = 1,
         tokenizer: Any = None,
+        override_config: Mapping[str, Any] | None = None,
+        trust_remote_code: bool = False,
     ):
         if config.tensor_model_parallel_size != 1:
             key = f"{PREFIX}.tensor_model_parallel_size"
@@ -78,13 +83,13 @@ class HfRollout:
         self._config = config
         self._dp_rank, self._dp_size = dp_rank, dp_size
         self._device = torch.device(device)
-        model_config = AutoConfig.from_pretrained(model_path)
-        self._context_length = _context_length(config, model_config)
-        self._model = self._build(model_path, model_config)
+        model_config = read_model_config(model_path, override_config, trust_remote_code=trust_remote_code)
+        self._context_length = context_length(config, model_config)
+        self._model = self._build(model_path, model_config, trust_remote_code)
         self._weights = LiveWeights(self._model)
         self._specs = self._weights.specs()
         self._eos = end_tokens(model_path, model_config.get_text_config(decoder=True), tokenizer)
-        self._pad = _pad_token(tokenizer, model_config, self._eos)
+        self._pad = pad_token(tokenizer, model_config, self._eos)
         self._decoder = Decoder(
             self._model, max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens
         )
@@ -93,16 +98,16 @@ class HfRollout:
         if not loaded:
             self._weights.drop()
 
-    def _build(self, model_path: str | Path, model_config: Any) -> Any:
-        dtype = self._config.torch_dtype
+    def _build(self, model_path: str | Path, model_config: Any, trust_remote_code: bool) -> Any:
+        options: dict[str, Any] = {"dtype": self._config.torch_dtype, "trust_remote_code": trust_remote_code}
         model: Any
         if self._config.load_format == "dummy":
             with no_init_weights(), self._device:
-                model = AutoModelForCausalLM.from_config(model_config, dtype=dtype)
+                model = AutoModelForCausalLM.from_config(model_config, **options)
             # Tying is part of the initialisation that was skipped.
             model.tie_weights()
         else:
-            model = AutoModelForCausalLM.from_pretrained(model_path, dtype=dtype)
+            model = AutoModelForCausalLM.from_pretrained(model_path, config=model_config, **options)
             torch.nn.Module.to(model, self._device)
         return model.eval().requires_grad_(False)
 
@@ -210,7 +215,8 @@ class HfRollout:
             )
 
 
-def _context_length(config: RolloutConfig, model_config: Any) -> int:
+def context_length(config: RolloutConfig, model_config: Any) -> int:
+    """Most tokens of prompt and response together: what is configured, cut to what the model has positions for."""
     known = getattr(model_config.get_text_config(decoder=True), "max_position_embeddings", None)
     if known is None:
         return config.context_length
@@ -222,7 +228,7 @@ def _context_length(config: RolloutConfig, model_config: Any) -> int:
     return min(config.context_length, known)
 
 
-def _pad_token(tokenizer: Any, model_config: Any, eos: tuple[int, ...]) -> int:
+def pad_token(tokenizer: Any, model_config: Any, eos: tuple[int, ...]) -> int:
     """Only fills places: masks come from lengths, so any token serves where none is declared."""
     for holder in (tokenizer, model_config.get_text_config(decoder=True)):
         token = getattr(holder, "pad_token_id", None)
