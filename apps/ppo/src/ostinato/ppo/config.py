@@ -18,6 +18,8 @@ from ostinato.ppo.sections import (
     CustomRewardConfig,
     DataConfig,
     KlControlConfig,
+    OverlongBufferConfig,
+    RewardManagerConfig,
     RolloutCorrectionConfig,
     TrainerConfig,
 )
@@ -34,8 +36,10 @@ __all__ = [
     "CustomRewardConfig",
     "DataConfig",
     "KlControlConfig",
+    "OverlongBufferConfig",
     "PpoConfig",
     "RefSection",
+    "RewardManagerConfig",
     "RewardModelSection",
     "RolloutCorrectionConfig",
     "TrainerConfig",
@@ -134,6 +138,7 @@ class PpoConfig:
         algorithm: from scores to advantages.
         trainer: how long, where, and what the run leaves behind.
         custom_reward_function: the reward function.
+        reward_manager: how it is called.
     """
 
     data: DataConfig = field(default_factory=DataConfig)
@@ -143,6 +148,7 @@ class PpoConfig:
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     custom_reward_function: CustomRewardConfig = field(default_factory=CustomRewardConfig)
+    reward_manager: RewardManagerConfig = field(default_factory=RewardManagerConfig)
 
     def __post_init__(self) -> None:
         """Work out the optimizer steps of one pass, prompts // prompts, and what the estimator wants of the actor."""

@@ -169,8 +169,12 @@ def _reward(checked: Checked) -> str:
     config = checked.config
     if config.reward_model.enable:
         return f"reward model {checked.models['reward_model'].folder}"
-    own = config.custom_reward_function
-    return f"{own.name} of {own.path}" if own.path else "the built-in function of each row's data_source"
+    own, manager = config.custom_reward_function, config.reward_manager
+    function = f"{own.name} of {own.path}" if own.path else "the built-in function of each row's data_source"
+    if manager.name == "dapo":
+        buffer = manager.overlong_buffer
+        return f"{function}, less up to {buffer.penalty_factor:g} over the last {buffer.len} tokens of a response"
+    return function if manager.name == "naive" else f"{function}, by the {manager.name} manager"
 
 
 def _step(checked: Checked) -> Iterator[tuple[str, str]]:

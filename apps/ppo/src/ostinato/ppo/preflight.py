@@ -164,7 +164,8 @@ def _policy_loss(checked: Checked) -> None:
     if loss.loss_mode in SEQUENCE_LOSSES and actor.loss_agg_mode != SEQUENCE_MODE:
         checked.warn(
             f"{ACTOR}.loss_agg_mode",
-            f"{loss.loss_mode} is defined on sequences, which {SEQUENCE_MODE} weighs alike and {actor.loss_agg_mode} does not",
+            f"{loss.loss_mode} is defined on sequences, which {SEQUENCE_MODE} weighs alike; {actor.loss_agg_mode} does "
+            "not",
         )
 
 

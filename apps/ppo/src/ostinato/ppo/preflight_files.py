@@ -196,13 +196,14 @@ def reward_function(checked: Checked) -> None:
     from ostinato.ppo.rewards.recipe import Recipe
 
     section = checked.config.custom_reward_function
-    key = "custom_reward_function.path"
+    key, whole = "custom_reward_function.path", checked.config.reward_manager.name == "batch"
+    _reward_manager(checked)
     try:
         if section.path is None:
             Recipe(kwargs=section.reward_kwargs).check()
             return
         check_source(section.path, section.name)
-        load_function(section.path, section.name, section.reward_kwargs)
+        load_function(section.path, section.name, section.reward_kwargs, whole=whole)
     except ScorerError as error:
         text = str(error)
         named = next(
@@ -214,6 +215,29 @@ def reward_function(checked: Checked) -> None:
 
 
 _REWARD = "custom_reward_function"
+
+
+def _reward_manager(checked: Checked) -> None:
+    """The manager is known, and has what it needs."""
+    from ostinato.ppo.preflight import one_of
+    from ostinato.ppo.rewards import reward_managers
+
+    config = checked.config
+    manager, key, limit = config.reward_manager, "reward_manager.name", config.data.max_response_length
+    if manager.name not in reward_managers():
+        checked.refuse(key, one_of(manager.name, reward_managers()))
+    elif config.reward_model.enable and manager.name != "naive":
+        checked.warn(key, f"{manager.name} has no effect with reward_model.enable=True")
+    elif manager.name == "batch" and config.custom_reward_function.path is None:
+        checked.refuse(
+            f"{_REWARD}.path", f"not set, and {key}=batch calls your own function; the built-in ones score rows", key
+        )
+    elif manager.name == "dapo" and not 1 <= manager.overlong_buffer.len <= limit:
+        checked.refuse(
+            "reward_manager.overlong_buffer.len",
+            f"{key}=dapo needs 1 to data.max_response_length={limit} tokens, got {manager.overlong_buffer.len}",
+            "data.max_response_length",
+        )
 
 
 def run_folder(checked: Checked) -> None:

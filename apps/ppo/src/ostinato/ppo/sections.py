@@ -207,10 +207,12 @@ class CustomRewardConfig:
 
     Attributes:
         path: a Python file with your function; null takes the built-in ones.
-        name: the function's name: `compute_score(data_source, solution_str, ground_truth, extra_info=None)`.
+        name: the function's name: `compute_score(data_source, solution_str, ground_truth, extra_info=None)`; or that of
+            a class, which is made once in each scoring process with `reward_kwargs` and called like the function.
         reward_kwargs: further keyword arguments of every call, your own function's or a built-in one's
             (`custom_reward_function.reward_kwargs.method=flexible`).
-        timeout_seconds: time a call may take; a row that takes longer gets `default_score`.
+        timeout_seconds: time a call may take; a row that takes longer gets `default_score`. With
+            `reward_manager.name=batch` the one call for all rows.
         num_processes: calls that run at once; null takes the number of cores.
         on_error: `default` scores a failed row `default_score` and counts it; `raise` ends the run.
         default_score: the score of a row whose call failed.
@@ -231,6 +233,38 @@ class CustomRewardConfig:
         if self.timeout_seconds <= 0:
             raise ValueError(f"timeout_seconds: expected a number above 0, got {self.timeout_seconds}")
         _at_least(self, 1, "num_processes")
+
+
+@dataclass(frozen=True)
+class OverlongBufferConfig:
+    """The penalty on overlong responses of `reward_manager.name=dapo`.
+
+    Attributes:
+        len: so many tokens before `data.max_response_length` the penalty begins; it grows evenly up to the limit.
+        penalty_factor: what a response at the limit loses.
+    """
+
+    len: int = 0
+    penalty_factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Refuse what is below 0."""
+        _at_least(self, 0, "len", "penalty_factor")
+
+
+@dataclass(frozen=True)
+class RewardManagerConfig:
+    """How the reward function is called, and what becomes of its scores.
+
+    Attributes:
+        name: `naive` (once a row), `batch` (your function once for all rows, with lists: `compute_score(data_sources,
+            solution_strs, ground_truths, extra_infos)`), `dapo` (once a row, with a penalty on overlong responses), or
+            one that `model.external_lib` registers.
+        overlong_buffer: the penalty of `dapo`.
+    """
+
+    name: str = "naive"
+    overlong_buffer: OverlongBufferConfig = field(default_factory=OverlongBufferConfig)
 
 
 def _at_least(section: Any, least: int, *names: str) -> None:

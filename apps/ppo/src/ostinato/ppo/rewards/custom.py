@@ -15,6 +15,11 @@ from ostinato.ppo.rewards.errors import ScorerError
 from ostinato.ppo.rewards.registry import Scorer
 
 EXPECTED = "compute_score(data_source, solution_str, ground_truth, extra_info=None)"
+EXPECTED_WHOLE = "compute_score(data_sources, solution_strs, ground_truths, extra_infos)"
+"""What `reward_manager.name=batch` calls: lists of one entry a row, in the rows' order; returns a list of results."""
+
+ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
+WHOLE_ARGUMENTS = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
 
 
 def check_source(path: str, name: str) -> None:
@@ -36,7 +41,7 @@ def check_source(path: str, name: str) -> None:
         raise ScorerError(f"custom_reward_function.path: {path} is not Python: {error}") from error
     names = set(_defined(tree.body))
     if name not in names and "*" not in names:
-        functions = sorted(node.name for node in tree.body if isinstance(node, ast.FunctionDef))
+        functions = sorted(node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef))
         raise ScorerError(
             f"custom_reward_function.name: {path} defines no {name!r}; its functions: {', '.join(functions) or 'none'}"
         )
@@ -74,33 +79,58 @@ def load_module(path: str) -> ModuleType:
     return module
 
 
-def load_function(path: str, name: str, kwargs: Mapping[str, Any]) -> Scorer:
-    """Load a user's function and check that it can be called as the rewards call it.
+def load_function(path: str, name: str, kwargs: Mapping[str, Any], *, whole: bool = False) -> Scorer:
+    """Load a user's function or class and check that it can be called as the rewards call it.
 
     Args:
         path: the file.
-        name: the function's name.
-        kwargs: further keyword arguments that every call gets.
+        name: the function's name, or that of a class whose instances are called like the function.
+        kwargs: further keyword arguments that every call gets; a class gets them once, when it is made.
+        whole: it scores whole batches (`EXPECTED_WHOLE`), not single rows (`EXPECTED`).
 
     Returns:
-        The function.
+        The function, or the class; `made` turns it into what is called.
 
     Raises:
         ScorerError: no such function, one that is async, or one with another signature.
     """
-    where = f"custom_reward_function: {path}:{name}"
-    function = getattr(load_module(path), name, None)
-    if not callable(function):
-        raise ScorerError(f"{where} is not a function; expected {EXPECTED}")
-    if inspect.iscoroutinefunction(function):
-        raise ScorerError(f"{where} is async; expected a plain function {EXPECTED}")
+    where, expected = f"custom_reward_function: {path}:{name}", EXPECTED_WHOLE if whole else EXPECTED
+    found = getattr(load_module(path), name, None)
+    if not callable(found):
+        raise ScorerError(f"{where} is not a function; expected {expected}")
+    called, first = found, ()
+    if inspect.isclass(found):
+        if not any("__call__" in vars(base) for base in found.__mro__):
+            raise ScorerError(f"{where} is a class without __call__; expected {expected} as its __call__")
+        _bind(where, found, (), kwargs, "its __init__ to take the reward_kwargs")
+        called, first, kwargs = vars_of(found, "__call__"), (None,), {}
+    if inspect.iscoroutinefunction(called):
+        raise ScorerError(f"{where} is async; expected a plain function {expected}")
+    arguments: dict[str, Any] = dict.fromkeys(WHOLE_ARGUMENTS if whole else ARGUMENTS, "")
+    _bind(where, called, first, arguments | dict(kwargs), expected, kwargs)
+    return found
+
+
+def vars_of(cls: type, name: str) -> Any:
+    """What a class or one of its bases defines under a name."""
+    return next(vars(base)[name] for base in cls.__mro__ if name in vars(base))
+
+
+def _bind(
+    where: str, called: Any, first: tuple[Any, ...], arguments: Mapping[str, Any], expected: str, given: Any = None
+) -> None:
+    signature = inspect.signature(called)
     try:
-        inspect.signature(function).bind(
-            data_source="", solution_str="", ground_truth="", extra_info=None, **dict(kwargs)
-        )
+        signature.bind(*first, **arguments)
     except TypeError as error:
-        given = f" with reward_kwargs {sorted(kwargs)}" if kwargs else ""
-        raise ScorerError(
-            f"{where}{inspect.signature(function)} cannot be called{given}: {error}; expected {EXPECTED}"
-        ) from error
-    return function
+        kwargs = arguments if given is None else given
+        told = f" with reward_kwargs {sorted(kwargs)}" if kwargs else ""
+        raise ScorerError(f"{where}{signature} cannot be called{told}: {error}; expected {expected}") from error
+
+
+def made(found: Scorer, kwargs: Mapping[str, Any]) -> tuple[Scorer, dict[str, Any]]:
+    """What is called, and the keyword arguments of each call: a class is made here, and its instance needs none."""
+    if not inspect.isclass(found):
+        return found, dict(kwargs)
+    instance: Any = found(**kwargs)
+    return instance, {}

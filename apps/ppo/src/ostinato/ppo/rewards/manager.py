@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, TypeVar
 
 import numpy as np
 import torch
 
 from ostinato.algos import place_outcome
 from ostinato.ppo.errors import RewardError
+from ostinato.ppo.rewards.errors import ScorerError
 from ostinato.ppo.rewards.pool import Outcome, ScorerPool
-from ostinato.ppo.rewards.recipe import Recipe, Row
+from ostinato.ppo.rewards.recipe import Recipe, Row, RowBatch
 from ostinato.protocol import DataProto, Metric
 
 logger = logging.getLogger(__name__)
@@ -37,8 +38,41 @@ class Reward(Protocol):
         ...
 
 
+ManagerFactory = Callable[[Any, Any], Reward]
+"""`(config, tokenizer) -> Reward`: how a reward manager is made; a class with that `__init__` is one."""
+
+M = TypeVar("M", bound=ManagerFactory)
+
+_MANAGERS: dict[str, ManagerFactory] = {}
+
+
+def register_reward_manager(name: str) -> Callable[[M], M]:
+    """Decorator: make a reward manager known as `name`, a value of `reward_manager.name`.
+
+    A manager is called with a batch and returns `token_level_scores`; it runs in the process of the loop, so it keeps
+    its own time limits (`ScorerPool` has them).
+
+    Raises:
+        ScorerError: another manager has the name.
+    """
+
+    def add(factory: M) -> M:
+        held = _MANAGERS.get(name)
+        if held is not None and (held.__module__, held.__qualname__) != (factory.__module__, factory.__qualname__):
+            raise ScorerError(f"reward manager {name!r} is {held.__module__}.{held.__qualname__}; take another name")
+        _MANAGERS[name] = factory
+        return factory
+
+    return add
+
+
+def reward_managers() -> list[str]:
+    """The registered reward managers, sorted."""
+    return sorted(_MANAGERS)
+
+
 def build_reward(config: Any, tokenizer: Any, groups: Mapping[str, Any]) -> Reward:
-    """Return the reward of a run: the reward model's where `reward_model.enable` is set, else the reward function's.
+    """Return the reward of a run: the reward model's where `reward_model.enable` is set, else the reward manager's.
 
     Args:
         config: the run's configuration.
@@ -49,7 +83,11 @@ def build_reward(config: Any, tokenizer: Any, groups: Mapping[str, Any]) -> Rewa
         if config.custom_reward_function.path is not None:
             logger.warning("reward_model.enable=True: custom_reward_function.path is not used")
         return ModelReward(groups["reward_model"])
-    return RewardFunction(config, tokenizer)
+    name = config.reward_manager.name
+    if name not in _MANAGERS:
+        known = ", ".join(reward_managers())
+        raise ScorerError(f"reward_manager.name: expected one of {known}, got {name!r}")
+    return _MANAGERS[name](config, tokenizer)
 
 
 class ModelReward:
@@ -70,8 +108,9 @@ class ModelReward:
         """Do nothing: the group belongs to the backend."""
 
 
+@register_reward_manager("naive")
 class RewardFunction:
-    """The score of a Python function: the registered scorer of each row's data source, or a user's own.
+    """The score of a Python function, row by row: the scorer of the row's data source, or a user's own.
 
     Args:
         config: a run's configuration, or its section `custom_reward_function`: `path`, `name`, `reward_kwargs`,
@@ -82,13 +121,16 @@ class RewardFunction:
         ScorerError: the section names a file or function that is not there.
     """
 
+    whole = False
+    """Whether the function is called once, with all rows of a batch."""
+
     def __init__(self, config: Any, tokenizer: Any) -> None:
         section = getattr(config, "custom_reward_function", config)
         self._tokenizer = tokenizer
         self.default = float(getattr(section, "default_score", 0.0))
         self.pool = ScorerPool(
-            Recipe(path=section.path, name=section.name, kwargs=dict(section.reward_kwargs or {})),
-            num_workers=getattr(section, "num_processes", None),
+            Recipe(path=section.path, name=section.name, kwargs=dict(section.reward_kwargs or {}), whole=self.whole),
+            num_workers=1 if self.whole else getattr(section, "num_processes", None),
             timeout=getattr(section, "timeout_seconds", 30.0),
             default=self.default,
             on_error=getattr(section, "on_error", "default"),
@@ -120,15 +162,33 @@ class RewardFunction:
         aborted = np.zeros(len(data), dtype=bool) if finish is None else np.asarray(finish == "abort", dtype=bool)
         scored = np.flatnonzero(~aborted)
         outcomes = [Outcome(self.default)] * len(data)
-        for number, outcome in zip(scored, self.pool.score(self._rows(data, mask, scored)), strict=True):
+        for number, outcome in zip(scored, self.outcomes(self._rows(data, mask, scored)), strict=True):
             outcomes[number] = outcome
         scores = np.asarray([outcome.score for outcome in outcomes], dtype=np.float64)
         extra = extra_columns(outcomes)
+        shaped = self.shaped(scores, mask.sum(-1).cpu().numpy() * ~aborted, extra)
         return DataProto.from_dict(
-            tensors={"token_level_scores": place_outcome(torch.from_numpy(scores).float(), mask.cpu())},
+            tensors={"token_level_scores": place_outcome(torch.from_numpy(shaped).float(), mask.cpu())},
             non_tensors={f"{EXTRA}score": scores, **{f"{EXTRA}{key}": column for key, column in extra.items()}},
             meta_info={"metrics": self._metrics(outcomes, extra, aborted)},
         )
+
+    def outcomes(self, rows: Sequence[Row]) -> list[Outcome]:
+        """Score rows: one outcome a row, in their order."""
+        return self.pool.score(rows)
+
+    def shaped(self, scores: np.ndarray, lengths: np.ndarray, extra: dict[str, np.ndarray]) -> np.ndarray:
+        """Make of each row's score what it is rewarded with.
+
+        Args:
+            scores: (B,) float64.
+            lengths: (B,) int64, policy tokens of each response; 0 for an aborted one.
+            extra: result columns by key; a manager may add its own.
+
+        Returns:
+            (B,) float64; here the scores.
+        """
+        return scores
 
     def _read(self, batch: DataProto) -> DataProto:
         missing = [name for name in READS if name not in batch.columns]
@@ -178,6 +238,69 @@ class RewardFunction:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+@register_reward_manager("batch")
+class BatchReward(RewardFunction):
+    """The score of a user's function that is called once for all rows of a batch.
+
+    `compute_score(data_sources, solution_strs, ground_truths, extra_infos)` gets lists and returns one result a row.
+    The call has one time limit (`timeout_seconds`); where it fails, every row gets the default and is counted.
+    """
+
+    whole = True
+
+    def outcomes(self, rows: Sequence[Row]) -> list[Outcome]:
+        """Score all rows in one call."""
+        if not rows:
+            return []
+        (outcome,) = self.pool.score([RowBatch(tuple(rows))])
+        if outcome.failure is not None:
+            return [outcome] * len(rows)
+        return list(outcome.parts)
+
+
+@register_reward_manager("dapo")
+class DapoReward(RewardFunction):
+    """Row by row, with a penalty on overlong responses.
+
+    Beside the function's results there are the columns `reward/overlong_penalty` and `reward/overlong` (1 where there
+    is a penalty), and `reward/acc`, the score without it, where the function gives none.
+
+    Args:
+        config: a run's configuration; also reads `reward_manager.overlong_buffer` and `data.max_response_length`.
+        tokenizer: turns responses into texts.
+    """
+
+    def __init__(self, config: Any, tokenizer: Any) -> None:
+        super().__init__(config, tokenizer)
+        self.buffer = config.reward_manager.overlong_buffer
+        self.limit = config.data.max_response_length
+
+    def shaped(self, scores: np.ndarray, lengths: np.ndarray, extra: dict[str, np.ndarray]) -> np.ndarray:
+        """The scores with the penalty; see `overlong_penalty`."""
+        penalty = overlong_penalty(lengths, self.limit, self.buffer.len, self.buffer.penalty_factor)
+        extra.setdefault("acc", scores)
+        extra |= {"overlong_penalty": penalty, "overlong": (penalty < 0).astype(np.float64)}
+        return scores + penalty
+
+
+def overlong_penalty(lengths: np.ndarray, limit: int, buffer: int, factor: float) -> np.ndarray:
+    """What a response loses for its length: min(0, −f·(length − (limit − buffer))/buffer).
+
+    Args:
+        lengths: (B,) int64, policy tokens of each response.
+        limit: most tokens of a response.
+        buffer: so many tokens before the limit the penalty begins, to grow evenly up to f at the limit.
+        factor: f, at least 0.
+
+    Returns:
+        (B,) float64, between −f and 0.
+
+    Source:
+        Yu et al. 2025 (DAPO, arXiv 2503.14476), eq. 13, without its last case: no response exceeds the limit.
+    """
+    return np.minimum(0.0, -factor * (lengths - (limit - buffer)) / buffer)
 
 
 def _ground_truth(reward_model: Any) -> Any:

@@ -22,8 +22,8 @@ from typing import Any, Literal, Self
 
 from ostinato.ppo.rewards.errors import RowFailedError, ScorerError
 from ostinato.ppo.rewards.process import ScorerProcess
-from ostinato.ppo.rewards.recipe import Recipe, Row
-from ostinato.ppo.rewards.worker import BEGUN, INVALID, READY, SCORED
+from ostinato.ppo.rewards.recipe import Recipe, Result, Row, RowBatch
+from ostinato.ppo.rewards.worker import BEGUN, INVALID, READY, SCORED, SCORED_WHOLE
 
 logger = logging.getLogger(__name__)
 
@@ -40,11 +40,13 @@ class Outcome:
         score: the scorer's, or the default.
         extra: the other entries that the scorer returned.
         failure: None, `error` or `timeout`.
+        parts: of a whole batch that was scored in one call: what became of its rows.
     """
 
     score: float
     extra: dict[str, float | str] = field(default_factory=dict)
     failure: Literal["error", "timeout"] | None = None
+    parts: tuple[Outcome, ...] = ()
 
 
 class ScorerPool:
@@ -88,11 +90,11 @@ class ScorerPool:
         self._logged: set[str] = set()
         self._closer = weakref.finalize(self, _close_all, self._processes, os.getpid())
 
-    def score(self, rows: Sequence[Row]) -> list[Outcome]:
+    def score(self, rows: Sequence[Row | RowBatch]) -> list[Outcome]:
         """Score rows.
 
         Args:
-            rows: what to score.
+            rows: what to score; a whole batch is one call, with one limit.
 
         Returns:
             One outcome a row, in the rows' order.
@@ -122,7 +124,7 @@ class ScorerPool:
         """Start a process."""
         return ScorerProcess(*self._start)
 
-    def report(self, kind: Literal["error", "timeout"], row: Row, text: str) -> None:
+    def report(self, kind: Literal["error", "timeout"], row: Row | RowBatch, text: str) -> None:
         """Take note of a row that failed: raise, or log the first of its kind.
 
         Raises:
@@ -169,7 +171,7 @@ def _close_all(processes: list[ScorerProcess], owner: int) -> None:
 class _Run:
     """One call of `ScorerPool.score`."""
 
-    def __init__(self, pool: ScorerPool, rows: Sequence[Row]) -> None:
+    def __init__(self, pool: ScorerPool, rows: Sequence[Row | RowBatch]) -> None:
         self.pool, self.rows = pool, rows
         self.found: list[Outcome | None] = [None] * len(rows)
         self.waiting = deque(range(len(rows)))
@@ -230,6 +232,8 @@ class _Run:
             number = process.pending.popleft()
             if kind == SCORED:
                 self.settle(number, Outcome(message[1], message[2]))
+            elif kind == SCORED_WHOLE:
+                self.settle_whole(number, message[1])
             else:
                 self.fail(number, "error", message[1])
         process.deadline = time.monotonic() + self.pool.timeout if process.pending else None
@@ -238,6 +242,15 @@ class _Run:
         """Keep a row's outcome."""
         self.found[number] = outcome
         self.open -= 1
+
+    def settle_whole(self, number: int, results: Sequence[Result | str]) -> None:
+        """Keep the outcomes of a whole batch's rows; a text is why a row has no result."""
+        batch, default = self.rows[number], Outcome(self.pool.default, failure="error")
+        parts = tuple(default if isinstance(result, str) else Outcome(*result) for result in results)
+        self.settle(number, Outcome(self.pool.default, parts=parts))
+        for row, result in zip(batch.rows if isinstance(batch, RowBatch) else [], results, strict=True):
+            if isinstance(result, str):
+                self.pool.report("error", row, result)
 
     def fail(self, number: int, kind: Literal["error", "timeout"], text: str) -> None:
         """Give a row the default score."""

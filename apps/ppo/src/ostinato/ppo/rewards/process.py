@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from multiprocessing.connection import Pipe
 from typing import Any
 
-from ostinato.ppo.rewards.recipe import Recipe, Row
+from ostinato.ppo.rewards.recipe import Recipe, Row, RowBatch
 
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 """Many small processes: a thread pool in each of them only gets in the way."""
@@ -51,7 +51,7 @@ class ScorerProcess:
         """It is ready and has nothing to do."""
         return self.ready and not self.pending
 
-    def give(self, numbers: Sequence[int], rows: Sequence[Row]) -> None:
+    def give(self, numbers: Sequence[int], rows: Sequence[Row | RowBatch]) -> None:
         """Hand over rows to score.
 
         Args:

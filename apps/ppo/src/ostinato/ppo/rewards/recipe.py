@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ostinato.ppo.rewards.custom import check_source, load_function
+from ostinato.ppo.rewards.custom import WHOLE_ARGUMENTS, check_source, load_function, made
 from ostinato.ppo.rewards.errors import ScorerError
 from ostinato.ppo.rewards.registry import Scorer, load, reference_for, references, scorer_for
 
@@ -22,6 +22,17 @@ class Row(NamedTuple):
     extra_info: Any = None
 
 
+class RowBatch(NamedTuple):
+    """All rows of one call of a function that scores a whole batch."""
+
+    rows: tuple[Row, ...]
+    data_source: str = "the whole batch"
+
+
+Result = tuple[float, dict[str, float | str]]
+"""A row's score, and what else the scorer returned of it."""
+
+
 @dataclass(frozen=True)
 class Recipe:
     """Which function scores a row; small and picklable.
@@ -31,12 +42,14 @@ class Recipe:
         name: the function's name in that file.
         kwargs: further keyword arguments of every call. A registered scorer gets those that it names.
         registered: `data_source -> "module:name"`.
+        whole: the user's function scores whole batches.
     """
 
     path: str | None = None
     name: str = "compute_score"
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     registered: Mapping[str, str] = field(default_factory=references)
+    whole: bool = False
 
     def check(self) -> None:
         """Check what can be checked without running a user's code.
@@ -84,8 +97,9 @@ class Resolver:
         self._loaded: dict[str, tuple[Scorer, dict[str, Any]]] = {}
         self._custom: tuple[Scorer, dict[str, Any]] | None = None
         if recipe.path is not None:
-            kwargs = dict(recipe.kwargs)
-            self._custom = load_function(recipe.path, recipe.name, kwargs), kwargs
+            self._custom = made(
+                load_function(recipe.path, recipe.name, recipe.kwargs, whole=recipe.whole), recipe.kwargs
+            )
 
     def function(self, data_source: str) -> tuple[Scorer, dict[str, Any]]:
         """Return the scorer of a data source and the keyword arguments it gets on top.
@@ -105,7 +119,22 @@ class Resolver:
             self._loaded[data_source] = _with_answer(scorer), kwargs
         return self._loaded[data_source]
 
-    def score(self, row: Row) -> tuple[float, dict[str, float | str]]:
+    def score_whole(self, batch: RowBatch) -> list[Result | Exception]:
+        """Score a whole batch in one call; whatever the scorer raises goes on to the caller.
+
+        Returns:
+            One result a row; an error in place of a result that is none.
+        """
+        scorer, kwargs = self.function(batch.data_source)
+        columns = zip(*batch.rows, strict=True)
+        results = scorer(**dict(zip(WHOLE_ARGUMENTS, map(list, columns), strict=True)), **kwargs)
+        if isinstance(results, Mapping | str) or not hasattr(results, "__len__") or not hasattr(results, "__iter__"):
+            raise TypeError(f"the reward function must return a list of results; got {type(results).__name__}")
+        if len(results) != len(batch.rows):
+            raise ValueError(f"the reward function returned {len(results)} results for {len(batch.rows)} rows")
+        return [_read_or_error(result) for result in results]
+
+    def score(self, row: Row) -> Result:
         """Score one row; whatever the scorer raises goes on to the caller."""
         scorer, kwargs = self.function(row.data_source)
         return read_result(
@@ -132,7 +161,14 @@ def _with_answer(scorer: Scorer) -> Scorer:
     return score_and_answer
 
 
-def read_result(result: Any) -> tuple[float, dict[str, float | str]]:
+def _read_or_error(result: Any) -> Result | Exception:
+    try:
+        return read_result(result)
+    except (TypeError, ValueError) as error:
+        return error
+
+
+def read_result(result: Any) -> Result:
     """Read what a scorer returned.
 
     Args:

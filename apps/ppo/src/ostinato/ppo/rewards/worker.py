@@ -21,9 +21,9 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from ostinato.ppo.rewards.errors import ScorerError
-from ostinato.ppo.rewards.recipe import Recipe, Resolver, Row
+from ostinato.ppo.rewards.recipe import Recipe, Resolver, Row, RowBatch
 
-READY, INVALID, BEGUN, SCORED, FAILED = "ready", "invalid", "begun", "scored", "failed"
+READY, INVALID, BEGUN, SCORED, SCORED_WHOLE, FAILED = "ready", "invalid", "begun", "scored", "scored whole", "failed"
 
 TRACEBACK_CHARACTERS = 4000
 ORPHAN_SECONDS_A_LIST = 3600.0
@@ -72,8 +72,8 @@ def serve(connection: Connection) -> None:
         return
 
 
-def score_rows(connection: Connection, resolver: Resolver, rows: list[Row]) -> None:
-    """Score one list of rows, sending each result when it is there."""
+def score_rows(connection: Connection, resolver: Resolver, rows: list[Row | RowBatch]) -> None:
+    """Score one list of rows, sending each result when it is there; a whole batch counts as one row."""
     # A native call that never gives up the interpreter also keeps the watching thread from running; this timer does
     # not need the interpreter, and only matters where the parent was killed.
     with open(os.devnull, "w") as nowhere:
@@ -92,9 +92,12 @@ def score_rows(connection: Connection, resolver: Resolver, rows: list[Row]) -> N
             faulthandler.cancel_dump_traceback_later()
 
 
-def score_row(resolver: Resolver, row: Row) -> tuple[Any, ...]:
+def score_row(resolver: Resolver, row: Row | RowBatch) -> tuple[Any, ...]:
     """Score one row; a scorer that raises, or asks to exit, is a message like any other."""
     try:
+        if isinstance(row, RowBatch):
+            parts = resolver.score_whole(row)
+            return SCORED_WHOLE, [describe(part) if isinstance(part, Exception) else part for part in parts]
         return (SCORED, *resolver.score(row))
     except BaseException as error:
         return FAILED, describe(error)
