@@ -46,6 +46,20 @@ def test_export_is_a_folder_that_transformers_reads(tmp_path, tied):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "out"]
 
 
+def test_export_takes_the_overrides_but_the_engine_s_own_attention(tmp_path):
+    from transformers import AutoConfig
+
+    base, own = str(tiny_causal_lm(tmp_path / "base")), {"rms_norm_eps": 0.5, "attn_implementation": "varlen"}
+    engine = PlainEngine("lm", ModelConfig(path=base), OptimConfig())
+    engine.build()
+    (tmp_path / ".out.replaced" / "left").mkdir(parents=True)  # by a run that died
+    for _ in range(2):
+        model = ModelConfig(path=base, override_config=own)
+        export_hf(engine.weight_source(), model, tmp_path / "out", head="lm", writes=True)
+    assert AutoConfig.from_pretrained(tmp_path / "out").rms_norm_eps == 0.5
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "out"]
+
+
 def test_export_keeps_the_dtype_of_the_folder(tmp_path):
     from transformers import AutoModelForCausalLM
 

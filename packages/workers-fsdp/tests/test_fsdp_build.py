@@ -14,6 +14,7 @@ from transformers import (
     LlamaForTokenClassification,
 )
 
+from ostinato.rollout.errors import ConfigError
 from ostinato.workers.core.config import ModelConfig
 from ostinato.workers.core.testing.oracle import Driver, make_rows, start
 from ostinato.workers.fsdp import FsdpConfig, FsdpEngine, FsdpError
@@ -112,6 +113,12 @@ def test_build_override_config_changes_the_model(workspace):
     assert config.rms_norm_eps == 0.5
     assert config._attn_implementation == "eager"
     assert _build(path=str(workspace / "lm"))._module.config._attn_implementation == "ostinato_varlen"
+
+
+@group
+def test_build_refuses_an_override_that_would_have_no_effect(workspace):
+    with pytest.raises(ConfigError, match=r"override_config\.rms_norm_epsilon: .*no such entry"):
+        _build(path=str(workspace / "lm"), override_config={"rms_norm_epsilon": 0.5})
 
 
 @group

@@ -120,7 +120,7 @@ _DECLARED = (
     Column("data_source", None, (), "data", ("reward", "metrics"), "name of the data set; chooses the reward"),
     Column("reward_model", None, (), "data", ("reward",), "dict that holds `ground_truth`"),
     Column("extra_info", None, (), "data", ("reward",), "dict of anything else the reward may want, or None"),
-    Column("reward/score", None, (), "reward (a function's)", ("estimate",), "score of the row as the function gave it"),
+    Column("reward/score", None, (), "reward (a function's)", ("estimate",), "score as the function gave it"),
     Column("raw_prompt", None, (), "data", ("reward", "metrics"), "the prompt's messages, before tokenisation"),
 )  # fmt: skip
 

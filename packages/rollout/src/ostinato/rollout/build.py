@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from ostinato.rollout.backends import load_backend
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
     import torch
@@ -23,6 +24,8 @@ def build_rollout(
     dp_rank: int = 0,
     dp_size: int = 1,
     tokenizer: Any = None,
+    override_config: Mapping[str, Any] | None = None,
+    trust_remote_code: bool = False,
     **options: Any,
 ) -> Rollout:
     """Make the rollout engine that `config.name` asks for. It is asleep until woken.
@@ -34,6 +37,8 @@ def build_rollout(
         dp_rank: this engine's place among `dp_size` independent engines.
         dp_size: number of independent engines.
         tokenizer: gives the padding and end tokens where it is passed; the model's own are used otherwise.
+        override_config: entries of the model's config that replace those of its folder; the training engine's own.
+        trust_remote_code: run code that comes with the model.
         options: what only one engine knows, passed on to its adapter.
 
     Raises:
@@ -43,5 +48,13 @@ def build_rollout(
     """
     adapter = load_backend(config.name)
     return adapter(
-        config, model_path=model_path, device=device, dp_rank=dp_rank, dp_size=dp_size, tokenizer=tokenizer, **options
+        config,
+        model_path=model_path,
+        device=device,
+        dp_rank=dp_rank,
+        dp_size=dp_size,
+        tokenizer=tokenizer,
+        override_config=override_config,
+        trust_remote_code=trust_remote_code,
+        **options,
     )

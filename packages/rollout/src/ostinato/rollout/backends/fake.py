@@ -38,6 +38,8 @@ class FakeRollout:
         dp_rank: place among `dp_size` independent engines.
         dp_size: number of independent engines.
         tokenizer: gives padding and end tokens; None is 0 and 1.
+        override_config: entries of the model's config that replace those of its folder.
+        trust_remote_code: run code that comes with the model.
         specs: the weights the engine wants, where there is no `config.json`.
         script: what to answer.
         abort: rows (by `rollout_id`) that the engine gives up half way.
@@ -60,6 +62,8 @@ class FakeRollout:
         dp_rank: int = 0,
         dp_size: int = 1,
         tokenizer: Any = None,
+        override_config: Mapping[str, Any] | None = None,
+        trust_remote_code: bool = False,
         specs: Mapping[str, TensorSpec] | None = None,
         script: Script | None = None,
         abort: Collection[int] = (),
@@ -69,7 +73,8 @@ class FakeRollout:
         self._config = config
         self._dp_rank, self._dp_size = dp_rank, dp_size
         self._device = torch.device(device)
-        self._specs = dict(specs) if specs is not None else _specs_of_folder(model_path, config.torch_dtype)
+        folder = {"overrides": override_config, "trust_remote_code": trust_remote_code}
+        self._specs = dict(specs) if specs is not None else _specs_of_folder(model_path, config.torch_dtype, folder)
         self._script = script or self._default_script
         self._vocab_size = vocab_size
         self._eos = (_token(tokenizer, "eos_token_id", 1),)
@@ -166,15 +171,19 @@ class FakeRollout:
         return assemble(prompts, completions, response_length=self._config.response_length, pad_token_id=self._pad)
 
 
-def _specs_of_folder(model_path: str | Path | None, dtype: torch.dtype) -> dict[str, TensorSpec]:
+def _specs_of_folder(
+    model_path: str | Path | None, dtype: torch.dtype, options: Mapping[str, Any]
+) -> dict[str, TensorSpec]:
     if model_path is None or not (Path(model_path) / "config.json").is_file():
         return {}
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     from ostinato.rollout.live_weights import LiveWeights
+    from ostinato.rollout.model_config import read_model_config
 
+    config = read_model_config(model_path, **options)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_path), dtype=dtype)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=options["trust_remote_code"])
     return LiveWeights(model).specs()
 
 

@@ -212,6 +212,8 @@ class ActorRolloutRefWorker(Worker):
         rollout = build_rollout(
             replace(config, load_format="auto") if alone else config,
             model_path=self.config.model.path,
+            override_config=self.config.model.override_config,
+            trust_remote_code=self.config.model.trust_remote_code,
             device=self._actor.engine.device if self._actor else self.context.device_type,
             dp_rank=place.dp_rank,
             dp_size=place.dp_size,

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ostinato.rollout.base import WeightSource
+from ostinato.rollout.model_config import read_model_config
 from ostinato.workers.core.config import ModelConfig
 
 logger = logging.getLogger(__name__)
@@ -43,6 +44,7 @@ def export_hf(source: WeightSource, model: ModelConfig, path: Path, *, head: str
     partial.mkdir(parents=True)
     _write(kept, model, partial, head)
     replaced = path.with_name(f".{path.name}.replaced")
+    shutil.rmtree(replaced, ignore_errors=True)  # a run that died right here left it behind
     if path.exists():
         os.replace(path, replaced)
     os.replace(partial, path)
@@ -52,7 +54,6 @@ def export_hf(source: WeightSource, model: ModelConfig, path: Path, *, head: str
 
 def _write(weights: dict[str, torch.Tensor], model: ModelConfig, folder: Path, head: str) -> None:
     from transformers import (
-        AutoConfig,
         AutoModelForCausalLM,
         AutoModelForSequenceClassification,
         AutoModelForTokenClassification,
@@ -61,7 +62,7 @@ def _write(weights: dict[str, torch.Tensor], model: ModelConfig, folder: Path, h
     )
 
     options: dict[str, Any] = {"trust_remote_code": model.trust_remote_code}
-    config = AutoConfig.from_pretrained(model.path, **options, **dict(model.override_config))
+    config: Any = read_model_config(model.path, model.override_config, **options)
     factory: Any = AutoModelForCausalLM
     if head == "value":
         config.num_labels = 1

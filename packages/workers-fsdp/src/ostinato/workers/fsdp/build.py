@@ -18,13 +18,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForTokenClassification,
     PretrainedConfig,
     PreTrainedModel,
 )
 
+from ostinato.rollout.model_config import ATTENTION, read_model_config
 from ostinato.workers.core.config import ModelConfig
 from ostinato.workers.core.engine import Head
 from ostinato.workers.fsdp.attention import VARLEN, choose_attention
@@ -33,7 +33,6 @@ from ostinato.workers.fsdp.errors import ModelLoadError
 
 logger = logging.getLogger(__name__)
 
-ATTENTION = "attn_implementation"
 VALUE_HEAD_SEED = 20260
 VALUE_HEAD_STD = 1e-3
 _CLASSIFIER_ENDINGS = ("ForSequenceClassification", "ForTokenClassification", "RewardModel")
@@ -47,10 +46,7 @@ def read_config(model: ModelConfig, head: Head) -> PretrainedConfig:
     """
     if not model.path:
         raise ModelLoadError("model.path: expected a Hugging Face folder or name, got nothing.")
-    config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
-    for key, value in model.override_config.items():
-        if key != ATTENTION:
-            setattr(config, key, value)
+    config = read_model_config(model.path, model.override_config, trust_remote_code=model.trust_remote_code)
     config.use_cache = False
     if head == "value":
         if any(name.endswith(_CLASSIFIER_ENDINGS) for name in config.architectures or ()) and config.num_labels != 1:
