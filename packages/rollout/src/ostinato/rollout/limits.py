@@ -1,0 +1,97 @@
+"""What a model, the ranks or a device cannot do, refused before an engine is built, with the number that would work."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from ostinato.rollout.backends.hf import context_length
+from ostinato.rollout.config import PREFIX
+from ostinato.rollout.errors import ConfigError
+
+if TYPE_CHECKING:
+    from ostinato.rollout.config import RolloutConfig
+
+# Of what an engine takes besides weights and cache: activations of one pass and its workspaces.
+_RESERVE_BYTES = 1 << 30
+
+
+def _refuse(key: str, expected: str, got: object, fix: str) -> None:
+    raise ConfigError(f"{PREFIX}.{key}: expected {expected}, got {got}. {fix}", key=f"{PREFIX}.{key}")
+
+
+def check_parallel(config: RolloutConfig, text_config: Any, world_size: int) -> None:
+    """Refuse a tensor parallelism that the heads or the ranks do not allow.
+
+    Args:
+        config: everything under `actor_rollout_ref.rollout`.
+        text_config: the language model's configuration.
+        world_size: ranks of the worker group.
+
+    Raises:
+        ConfigError: with the nearest smaller size that works.
+    """
+    size = config.tensor_model_parallel_size
+    heads = int(getattr(text_config, "num_attention_heads", size))
+    kv_heads = int(getattr(text_config, "num_key_value_heads", None) or heads)
+
+    def fits(n: int) -> bool:
+        return world_size % n == 0 and heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)
+
+    if not fits(size):
+        best = max(n for n in range(1, size + 1) if fits(n))
+        expected = f"a divisor of the {world_size} ranks and of the model's {heads} attention heads ({kv_heads} for kv)"
+        _refuse("tensor_model_parallel_size", expected, size, f"{best} works.")
+
+
+def cache_bytes_per_token(config: RolloutConfig, text_config: Any) -> int:
+    """What keys and values of one token take on one rank."""
+    heads = int(text_config.num_attention_heads)
+    kv_heads = int(getattr(text_config, "num_key_value_heads", None) or heads)
+    head_dim = int(getattr(text_config, "head_dim", None) or text_config.hidden_size // heads)
+    local = max(1, kv_heads // config.tensor_model_parallel_size)
+    return 2 * int(text_config.num_hidden_layers) * local * head_dim * config.torch_dtype.itemsize
+
+
+def check_memory(config: RolloutConfig, *, weights: int, cache: int, free: int, total: int) -> None:
+    """Refuse a `gpu_memory_utilization` that cannot hold the engine, or that the device does not have.
+
+    Args:
+        config: everything under `actor_rollout_ref.rollout`.
+        weights: bytes of the weights on one rank.
+        cache: bytes of the keys and values of one longest sequence on one rank.
+        free: free bytes of the device.
+        total: bytes of the device.
+
+    Raises:
+        ConfigError: with a number that works.
+    """
+    share = config.gpu_memory_utilization
+    need = weights + cache + _RESERVE_BYTES
+    least = math.ceil(100 * need / total) / 100
+    most = math.floor(100 * free / total) / 100
+    gib = 1 << 30
+    about = (
+        f"the engine needs {need / gib:.1f} GiB (weights {weights / gib:.1f}, one sequence {cache / gib:.1f}, "
+        f"workspace {_RESERVE_BYTES / gib:.0f}), and {free / gib:.1f} of {total / gib:.1f} GiB are free"
+    )
+    if least > most:
+        fix = "Offload training state, spread the model over more ranks, or take a smaller one."
+        _refuse("gpu_memory_utilization", f"room for the engine: {about}", share, fix)
+    if share < least:
+        _refuse("gpu_memory_utilization", f"at least {least:g}: {about}", share, f"{least:g} works.")
+    if share > most:
+        _refuse("gpu_memory_utilization", f"at most {most:g}: {about}", share, f"{most:g} works.")
+
+
+def checked_context(config: RolloutConfig, model_config: Any) -> int:
+    """Most tokens of prompt and response together.
+
+    Raises:
+        ConfigError: prompts that fill the model's positions, or a `max_model_len` beyond them.
+    """
+    length = context_length(config, model_config)
+    if config.prompt_length >= length:
+        fix = f"{length - 1} works; data.max_prompt_length sets it."
+        _refuse("prompt_length", f"fewer than the model's {length} positions", config.prompt_length, fix)
+    return length
