@@ -66,3 +66,22 @@ def test_every_policy_loss_runs_two_steps(toy, tmp_path, name):
     lines = train(toy, tmp_path, **{LOSS: name}, **MORE.get(name, {}))
     assert_trained(lines)
     assert "actor/pg_loss" in lines[0]
+
+
+WHOLE = """
+def compute_score(data_sources, solution_strs, ground_truths, extra_infos):
+    return [sum(map(ord, text)) % 11 / 10 for text in solution_strs]
+"""
+
+
+@pytest.mark.parametrize("name", ["batch", "dapo"])
+def test_every_reward_manager_runs_two_steps(toy, tmp_path, name):
+    more = {"reward_manager.name": name}
+    if name == "batch":
+        (tmp_path / "whole.py").write_text(WHOLE)
+        more["custom_reward_function.path"] = str(tmp_path / "whole.py")
+    else:
+        more["reward_manager.overlong_buffer.len"] = 2
+    lines = train(toy, tmp_path, **more)
+    assert_trained(lines)
+    assert ("reward/overlong_penalty/mean" in lines[0]) == (name == "dapo")
