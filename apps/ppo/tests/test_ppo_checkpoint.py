@@ -115,6 +115,22 @@ def test_checkpoint_keep_drops_the_oldest(tmp_path):
     kept.close()
 
 
+def test_checkpoint_kill_while_an_old_one_is_dropped_leaves_no_half_one(tmp_path, monkeypatch):
+    kept = Checkpoints(tmp_path, keep=1)
+    kept.save(2, write, {"step": 2})
+
+    def dies(folder, **options):
+        if folder.name == "global_step_2":
+            (folder / "actor" / "weights").unlink()
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("ostinato.ppo.checkpoint.shutil.rmtree", dies)
+    with pytest.raises(KeyboardInterrupt):
+        kept.save(4, write, {"step": 4})
+    assert complete_steps(tmp_path) == [4]
+    kept.close()
+
+
 def test_checkpoint_steps_sort_as_numbers(checkpoints):
     for step in (9, 10, 100):
         checkpoints.save(step, write, {"step": step})

@@ -103,9 +103,10 @@ def test_stuck_row_is_ended_off_the_main_thread(bad: Recipe):
 def test_what_a_stuck_row_has_started_ends_with_it(bad: Recipe):
     with ScorerPool(bad, num_workers=1, timeout=1.0) as pool:
         (pid,) = pids_of(pool)
-        pool.score(rows_of("child 61"))
+        seconds = 10**6 + os.getpid()  # no other run's child
+        pool.score(rows_of(f"child {seconds}"))
         listing = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
-        assert "time.sleep(61)" not in listing
+        assert f"time.sleep({seconds})" not in listing
         assert not is_alive(pid)
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from ostinato.ppo.validation import _statistics
+from ostinato.ppo.validation import Validation, _statistics
 from ostinato.protocol import DataProto
 
 
@@ -36,3 +36,30 @@ def test_validation_statistics_vote_by_prediction():
     part.non_tensor_batch["uid"][:] = "a-0"
     metrics = _statistics([part, scored("b", [1.0])])
     assert metrics["val-core/a/reward/maj@3"].value > metrics["val-core/a/reward/mean@3"].value
+
+
+def test_validation_rows_of_all_batches_draw_from_streams_of_their_own():
+    """A stream is keyed by step and rollout_id, so no two rows of one validation may have the same one."""
+    seen: list[int] = []
+
+    class Actor:
+        def generate_sequences(self, prompts):
+            seen.extend(prompts.non_tensor_batch["rollout_id"].tolist())
+            mask = torch.ones(len(prompts), 2, dtype=torch.int64)
+            return prompts.union(DataProto.from_dict({"responses": mask, "response_mask": mask}))
+
+    def prompts(count):
+        ids = torch.ones(count, 3, dtype=torch.int64)
+        return DataProto.from_dict(
+            {"input_ids": ids, "attention_mask": ids, "position_ids": ids},
+            {"uid": [f"{count}-{row}" for row in range(count)], "data_source": ["a"] * count},
+        )
+
+    def reward(batch):
+        return DataProto.from_dict({"token_level_scores": torch.ones(len(batch), 2) / 2})
+
+    validation = Validation.__new__(Validation)
+    validation.loader, validation.n, validation.num_samples = [prompts(3), prompts(2)], 2, 0  # pyright: ignore[reportAttributeAccessIssue]
+    metrics = validation.run(7, Actor(), reward)
+    assert sorted(seen) == list(range(10))
+    assert metrics["val-core/a/reward/mean@2"].value == 1.0

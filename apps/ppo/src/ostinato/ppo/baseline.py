@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from ostinato.ppo.data import follow, rollout_ids, rollouts
+from ostinato.ppo.data import follow, rollouts
 from ostinato.protocol import DataProto, Metric, columns
+from ostinato.rollout.assemble import rollout_ids
 
 FAILURES = ("reward/errors", "reward/timeouts")
 

@@ -215,7 +215,9 @@ class Checkpoints:
             return
         older = [step for step in complete_steps(self.folder) if step <= newest]
         for step in older[: -self.keep]:
-            shutil.rmtree(self.folder / f"global_step_{step}")
+            folder = self.folder / f"global_step_{step}"
+            (folder / MARKER).unlink()  # first, or a run that dies now leaves half a checkpoint that says it is whole
+            shutil.rmtree(folder)
 
 
 def _hold(path: Path) -> IO[str]:

@@ -21,6 +21,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from ostinato.ppo.errors import DataError
 from ostinato.ppo.prompts import PromptDataset, load_tokenizer, pad_token_id
 from ostinato.protocol import DataProto, columns
+from ostinato.rollout.assemble import rollout_ids
 
 __all__ = [
     "EpochBatches",
@@ -225,27 +226,20 @@ class Schedule:
         self.step = state["step"]
 
 
-def rollouts(batch: DataProto, n: int) -> DataProto:
+def rollouts(batch: DataProto, n: int, first: int = 0) -> DataProto:
     """Repeat each prompt n times, copies next to each other, and number the rows of the step.
 
     Args:
         batch: B prompts.
         n: responses for each.
+        first: the first row's number; rows of one step that are numbered alike draw alike.
 
     Returns:
-        B·n rows with the column `rollout_id` (B·n,) int64: 0, 1, 2, …
+        B·n rows with the column `rollout_id` (B·n,) int64: first, first + 1, …
     """
     repeated = batch.repeat(n, interleave=True)
-    return repeated.union(DataProto.from_dict(non_tensors={"rollout_id": np.arange(len(repeated), dtype=np.int64)}))
-
-
-def rollout_ids(batch: DataProto) -> np.ndarray:
-    """The column `rollout_id` as (B,) int64, wherever its rows lie."""
-    column = batch.get(["rollout_id"])
-    if "rollout_id" in column.non_tensor_batch:
-        return np.asarray(column.non_tensor_batch["rollout_id"].tolist(), dtype=np.int64)
-    assert column.batch is not None
-    return column.batch["rollout_id"].cpu().numpy().astype(np.int64)
+    numbers = first + np.arange(len(repeated), dtype=np.int64)
+    return repeated.union(DataProto.from_dict(non_tensors={"rollout_id": numbers}))
 
 
 def follow(batch: DataProto, generated: DataProto) -> DataProto:

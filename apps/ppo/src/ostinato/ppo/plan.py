@@ -12,8 +12,6 @@ from ostinato.ppo.config import PpoConfig
 from ostinato.ppo.facts import ModelFacts
 from ostinato.ppo.preflight import Checked
 
-_BYTES = {"fp32": 4, "float32": 4, "bf16": 2, "bfloat16": 2, "fp16": 2, "float16": 2}
-
 
 @dataclass(frozen=True)
 class UpdatePlan:
@@ -109,7 +107,7 @@ def _trained(role: str, section: Any, model: ModelFacts | None, ranks: int) -> M
     layout, count = section.fsdp_config, _shard(section, model, ranks)
     if count is None:
         return None
-    width, away = _BYTES[layout.model_dtype], []
+    width, away = layout.master_dtype.itemsize, []
     away += ["weights"] if layout.param_offload or layout.offload_policy else []
     away += ["optimizer"] if layout.optimizer_offload or layout.offload_policy else []
     return MemoryPlan(role, count * width, count * width, 2 * count * width, " and ".join(away))
@@ -120,14 +118,14 @@ def _frozen(role: str, section: Any, model: ModelFacts | None, ranks: int) -> Me
     if count is None:
         return None
     away = "weights" if layout.param_offload or layout.offload_policy else ""
-    return MemoryPlan(role, count * _BYTES[layout.model_dtype], offloaded=away)
+    return MemoryPlan(role, count * layout.master_dtype.itemsize, offloaded=away)
 
 
 def _engine(config: PpoConfig, model: ModelFacts | None) -> MemoryPlan | None:
     if model is None or model.num_parameters is None:
         return None
     rollout = config.actor_rollout_ref.rollout
-    copy = model.num_parameters * _BYTES[rollout.dtype] / rollout.tensor_model_parallel_size
+    copy = model.num_parameters * rollout.torch_dtype.itemsize / rollout.tensor_model_parallel_size
     return MemoryPlan(f"rollout ({rollout.name})", copy, offloaded="weights" if rollout.free_cache_engine else "")
 
 

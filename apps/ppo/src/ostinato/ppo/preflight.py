@@ -360,18 +360,12 @@ def _missing_gpus(config: PpoConfig) -> Iterator[str]:
 def _missing_software(config: PpoConfig) -> Iterator[str]:
     from ostinato.ppo.loggers import TrackingError
     from ostinato.ppo.loggers import check_installed as check_loggers
-    from ostinato.ppo.placement import ENGINES
     from ostinato.rollout import RolloutError, check_installed
 
     try:
         check_installed(config.actor_rollout_ref.rollout.name)
     except RolloutError as error:
         yield str(error)
-    sections = {ACTOR: config.actor_rollout_ref.actor, "critic": config.critic, "reward_model": config.reward_model}
-    for role, section in sections.items():
-        used = role == ACTOR or (role == "critic" and config.needs_critic) or getattr(section, "enable", False)
-        if used and section.strategy not in ENGINES:
-            yield f"{role}.strategy={section.strategy}: this version has no such engine; it has {', '.join(ENGINES)}"
     try:
         check_loggers(config.trainer.logger)
     except TrackingError as error:

@@ -123,7 +123,7 @@ def nearest_key(cls: type, key: str) -> str | None:
 RENAMED = {
     "ppo_micro_batch_size": "ppo_micro_batch_size_per_gpu",
     "log_prob_micro_batch_size": "log_prob_micro_batch_size_per_gpu",
-    "forward_micro_batch_size": "log_prob_micro_batch_size_per_gpu",
+    "forward_micro_batch_size": "forward_micro_batch_size_per_gpu",
     "update_weights_bucket_bytes": "update_weights_bucket_megabytes",
     "grad_offload": "param_offload",
     "total_steps": "total_training_steps",

@@ -46,9 +46,10 @@ class Validation:
         Returns:
             `val-core/*` and `val-aux/*`.
         """
-        parts = []
+        parts, asked = [], 0
         for batch in self.loader:
-            batch = rollouts(batch.with_meta(global_step=step, validate=True), self.n)
+            batch = rollouts(batch.with_meta(global_step=step, validate=True), self.n, first=asked)
+            asked += len(batch)
             batch = follow(batch, actor.generate_sequences(batch.select(columns.PROMPT)))
             batch = batch.union(reward(batch))
             parts.append(batch.get([name for name in batch.columns if name in _READS or name.startswith(EXTRA)]))

@@ -37,7 +37,8 @@ def main() -> None:
     if limit_mb > 0:
         # Memory that the process writes to; address space alone (libraries reserve plenty of it) is not limited.
         _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-        resource.setrlimit(resource.RLIMIT_DATA, (limit_mb << 20, hard))
+        soft = limit_mb << 20
+        resource.setrlimit(resource.RLIMIT_DATA, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))
     connection = Connection(fd)
     end_with_parent(fd)
     serve(connection)
