@@ -20,6 +20,7 @@ from ostinato.controller import (
     ResourcePoolManager,
     WorkerDied,
     WorkerFailed,
+    WorkerHung,
     WorkerSpec,
 )
 from ostinato.controller.ray import RayBackend, init_ray, shutdown_ray
@@ -62,18 +63,21 @@ def wait_until_gone(pids: list[int], seconds: float = 10.0) -> list[int]:
     [
         ("sys.exit", 4, r"called sys.exit\(3\)"),
         ("os._exit", 2, r"its process ended \(ActorDiedError\)"),
-        ("kill", 2, r"its process ended \(ActorDiedError\)"),
+        ("kill", 4, r"its process ended \(ActorDiedError\)"),
+        ("SIGSTOP", 4, r"its process is stopped \(state T"),
     ],
 )
 def test_death_of_one_rank_ends_the_call_and_stops_the_others(backend_of, how, processes, reason):
     """H-11: one rank exits, the others sleep for a minute; the call ends within seconds and names the rank."""
-    groups = backend_of(processes).launch({"bad": WorkerSpec(FaultyWorker), "echo": WorkerSpec(EchoWorker)})
+    backend = backend_of(processes, look_s=1.0)
+    groups = backend.launch({"bad": WorkerSpec(FaultyWorker), "echo": WorkerSpec(EchoWorker)})
     pids = groups["bad"].pid()
     begun = time.monotonic()
     with pytest.raises(WorkerDied, match=rf"role 'bad', rank 1 on node .*method 'fail': {reason}") as caught:
         groups["bad"].fail(how, 1, others_wait_s=60.0)
-    assert time.monotonic() - begun < 10
+    assert time.monotonic() - begun < 15
     assert caught.value.rank == 1
+    assert isinstance(caught.value, WorkerHung) == (how == "SIGSTOP")
     assert wait_until_gone(pids) == []
     for call in (groups["bad"].pid, groups["echo"].describe):
         with pytest.raises(GroupStopped, match="rank 1"):
@@ -109,6 +113,7 @@ def test_exceptions_and_stuck_ranks(backend_of):
         group.fail("ValueError", 0, others_wait_s=60.0)
     assert time.monotonic() - begun < 10
     assert "stopped in the call: rank(s) [1]" in caught.value.__notes__
+    assert any(note.startswith("Where rank 1 stood:") and "in fail" in note for note in caught.value.__notes__)
     assert wait_until_gone(pids) == []
     with pytest.raises(GroupStopped, match="bad row"):
         group.pid()
@@ -122,10 +127,34 @@ def test_arguments_that_fail_on_the_way_builds_that_fail_and_deadlines(backend_o
     with pytest.raises(WorkerFailed, match=r"'echo', rank 0.*'mine': the call could not be run"):
         groups["echo"].mine(BreaksOnArrival())
     pending = groups["echo"].echo_later(DataProto.from_dict({"x": torch.arange(2)}), seconds=30.0)
-    with pytest.raises(CallTimedOut, match=r"'echo', method 'echo_later': no answer within 1 s from rank\(s\) 0 on"):
+    with pytest.raises(
+        CallTimedOut, match=r"'echo', method 'echo_later': no answer within 1 s from rank\(s\) 0 on"
+    ) as hung:
         pending.get()
+    assert "time.sleep" in str(hung.value) or "in echo_later" in str(hung.value), "where the worker stood"
     with pytest.raises(CallTimedOut):
         pending.get()
+
+
+def test_a_death_is_named_by_the_calls_that_need_what_it_took(ray_here):
+    """A group on other processes waits for rows of a process that dies: the error names the one that died."""
+    backend = RayBackend(ResourcePoolManager([ResourcePool("p", [2]), ResourcePool("q", [1])]), grace_s=1.0)
+    try:
+        specs = {"bad": WorkerSpec(FaultyWorker), "echo": WorkerSpec(EchoWorker), "apart": WorkerSpec(EchoWorker)}
+        groups = backend.launch(specs, {"bad": "p", "echo": "p", "apart": "q"})
+        batch = DataProto.from_dict({"x": torch.arange(4)})
+        kept = groups["echo"].double(batch).wait()
+        f = groups["echo"].double(batch, seconds=3.0)
+        needs = groups["apart"].total(batch.union(f))
+        os.kill(backend._processes["p"].places[1].mark.pid, 9)
+        with pytest.raises(WorkerDied, match=r"role 'echo', rank 1 .*method 'double': its process ended"):
+            needs.get()
+        with pytest.raises(GroupStopped):
+            f.get()
+        assert kept.get().batch["double"].tolist() == [0, 2, 4, 6], "rows outlive the process that made them"
+        assert len(groups["apart"].describe()) == 1
+    finally:
+        backend.shutdown()
 
 
 def test_local_build_that_fails_comes_as_its_own_type():

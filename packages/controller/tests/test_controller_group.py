@@ -26,10 +26,10 @@ from ostinato.controller import (
 from ostinato.controller.dispatch import Call, Dispatch, plan_call
 from ostinato.controller.ray import RayBackend, init_ray, ray_session, shutdown_ray
 from ostinato.controller.ray.driver import run_on_cluster
-from ostinato.controller.ray.group import _pack
+from ostinato.controller.ray.transport import Packer
 from ostinato.controller.testing import EchoWorker
 from ostinato.controller.topology import Mesh, grid
-from ostinato.protocol import DataProto
+from ostinato.protocol import DataProto, DataProtoFuture
 from ostinato.protocol.testing import assert_equal
 
 
@@ -168,11 +168,14 @@ def test_functions_and_metrics(echo):
 
 
 def test_not_blocking_returns_a_handle(echo):
-    pending = [echo.echo_later(rows(4)), echo.echo_later(rows(2))]
-    assert all(isinstance(call, PendingCall) for call in pending)
-    assert_equal(pending[1].get(), rows(2))
-    assert_equal(pending[0].get(), rows(4))
-    assert pending[0].get() is pending[0].get()
+    later = [echo.echo_later(rows(4)), echo.echo_later(rows(2))]
+    assert all(isinstance(call, DataProtoFuture) for call in later)
+    assert_equal(later[1].get(), rows(2))
+    assert_equal(later[0].get(), rows(4))
+    pending = echo.rank_later()
+    assert isinstance(pending, PendingCall)
+    assert pending.get() == list(range(echo.world_size))
+    assert pending.get() is pending.get()
 
 
 def test_wrong_results_name_role_and_method(echo):
@@ -208,14 +211,21 @@ def test_local_group_raises_in_this_process():
 
 
 def test_a_piece_is_stored_once_for_the_ranks_that_share_it(cluster):
-    plan = plan_call(Dispatch.DP_COMPUTE_PROTO, Mesh(grid(8, tp=4)), Call((rows(5), "text", 3), {"other": rows(2)}))
-    stored = {}
-    packed = [_pack(call, stored) for call in plan.calls if call is not None]
-    assert len(stored) == 4  # two batches in two pieces each
-    assert [packed[0][1][0], packed[0][1][3]] == [packed[3][1][0], packed[3][1][3]]
-    assert packed[0][1][0] != packed[4][1][0]
-    assert packed[0][1][1:3] == ["text", 3]
-    assert packed[0][0] == ("other",)
+    class Big:
+        pass
+
+    plan = plan_call(
+        Dispatch.DP_COMPUTE_PROTO, Mesh(grid(8, tp=4)), Call((rows(5), "text", 3, Big()), {"other": rows(2)})
+    )
+    packer = Packer()
+    packed = [packer.pack(call) for call in plan.calls if call is not None]
+    first, same, other = packed[0][1], packed[3][1], packed[4][1]
+    assert [first[0], first[3], first[4]] == [same[0], same[3], same[4]]  # references
+    assert first[0] != other[0]
+    assert first[3] == other[3]
+    assert len({reference for _, values in packed for reference in (values[0], values[4])}) == 4
+    assert first[1:3] == ["text", 3]
+    assert packed[0][0].keywords == ("other",)
 
 
 @pytest.mark.parametrize(

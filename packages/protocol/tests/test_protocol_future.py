@@ -346,11 +346,12 @@ def test_refusals_are_named_and_equal_the_local_ones():
 
 def test_what_needs_values_says_how_to_get_them():
     f = elsewhere(DataProto.from_dict({"a": torch.arange(4)}))
-    for use in (lambda: f.batch, lambda: f.to("cpu"), lambda: f.non_tensor_batch, lambda: pickle.dumps(f)):
+    for use in (lambda: f.to("cpu"), lambda: f.make_iterator(2), lambda: pickle.dumps(f)):
         with pytest.raises(RowsElsewhereError, match=r"\.get\("):
             use()
     assert issubclass(RowsElsewhereError, ProtocolError)
-    assert getattr(f, "batch", None) is None
+    assert f.batch["a"].tolist() == [0, 1, 2, 3]
+    assert f.non_tensor_batch == {}
     with pytest.raises(AttributeError, match="no_such"):
         _ = f.no_such
     validate(f, ["a"])

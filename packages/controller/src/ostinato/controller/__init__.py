@@ -15,6 +15,7 @@ from ostinato.controller.dispatch import (
 from ostinato.controller.errors import (
     CallTimedOut,
     CollectError,
+    ColumnWritten,
     ControllerError,
     DispatchError,
     GroupStopped,
@@ -24,15 +25,18 @@ from ostinato.controller.errors import (
     RayNotRunning,
     RegistrationError,
     ResourcesUnavailable,
+    ResultMismatch,
     UnknownDispatchMode,
     WorkerDied,
     WorkerFailed,
+    WorkerHung,
 )
 from ostinato.controller.group import Backend, PendingCall, WorkerGroup
 from ostinato.controller.local import LocalBackend
 from ostinato.controller.pool import ResourcePool, ResourcePoolManager, SubPool
 from ostinato.controller.register import Execute, Registration, register, registration_of
 from ostinato.controller.topology import Coordinates, Mesh
+from ostinato.controller.watch import watch
 from ostinato.controller.worker import Worker, WorkerContext, WorkerSpec
 
 __all__ = [
@@ -41,6 +45,7 @@ __all__ = [
     "Call",
     "CallTimedOut",
     "CollectError",
+    "ColumnWritten",
     "ControllerError",
     "Coordinates",
     "Dispatch",
@@ -60,6 +65,7 @@ __all__ = [
     "ResourcePool",
     "ResourcePoolManager",
     "ResourcesUnavailable",
+    "ResultMismatch",
     "Scatter",
     "SubPool",
     "UnknownDispatchMode",
@@ -68,9 +74,11 @@ __all__ = [
     "WorkerDied",
     "WorkerFailed",
     "WorkerGroup",
+    "WorkerHung",
     "WorkerSpec",
     "by_argument",
     "register",
     "register_dispatch_mode",
     "registration_of",
+    "watch",
 ]

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ostinato.controller.errors import PlacementError, WorkerDied, WorkerFailed
 from ostinato.controller.rendezvous import leave_process_group
 from ostinato.controller.worker import Worker, WorkerContext, WorkerSpec
 
-_MACHINERY = tuple(f"ostinato.controller.{name}" for name in ("colocate", "worker", "ray.actor", "ray.driver"))
+if TYPE_CHECKING:
+    from ostinato.controller.arrival import Left
+
+_MACHINERY = tuple(
+    f"ostinato.controller.{name}" for name in ("arrival", "colocate", "worker", "ray.actor", "ray.driver")
+)
 
 
 class RoleHost:
@@ -31,9 +36,14 @@ class RoleHost:
             raise PlacementError(f"role {role!r} is in this process already")
         self._workers[role] = spec.build(context)
 
-    def call(self, role: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, role: str, method: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Call a method of a role's worker and return its value."""
         return getattr(self._workers[role], method)(*args, **kwargs)
+
+    def place(self, role: str) -> tuple[int, str]:
+        """Return rank and node of a role's worker."""
+        context = self._workers[role].context
+        return context.rank, context.node
 
     def revision(self, role: str) -> int:
         """Return how often the role's worker registered a mesh; 0 where it is not built."""
@@ -62,20 +72,39 @@ class Failure:
         reason: its type and text in one line.
         traceback: its traceback as text.
         exits: whether it asked the process to end (`sys.exit`).
+        origin: role, rank, node and method that raised, where that is not the call itself but one that it needs.
+        call: number of the call that raised.
     """
 
     pickled: bytes | None
     reason: str
     traceback: str
     exits: bool = False
+    origin: tuple[str, int, str, str] | None = None
+    call: int = -1
 
 
 @dataclass(frozen=True)
 class Status:
-    """How a call on one worker ended: its failure, if any, and the worker's mesh revision."""
+    """How a call on one worker ended.
+
+    Attributes:
+        failure: what it raised, if anything.
+        revision: the worker's mesh revision.
+        left: what a method that gives rows left, besides the rows.
+    """
 
     failure: Failure | None = None
     revision: int = 0
+    left: Left | None = None
+
+
+class NeededCallFailed(Exception):  # noqa: N818  (names what happened)
+    """Raised on a worker whose argument another call should have left; its failure is handed on."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.reason)
+        self.failure = failure
 
 
 def capture(error: BaseException, dumps: Callable[[Any], bytes], loads: Callable[[bytes], Any]) -> Failure:
@@ -83,6 +112,8 @@ def capture(error: BaseException, dumps: Callable[[Any], bytes], loads: Callable
 
     Whether it pickles is tried here, both ways: an exception with an `__init__` of its own often fails on the way back.
     """
+    if isinstance(error, NeededCallFailed):
+        return error.failure
     text = "".join(traceback.format_exception(type(error), error, _own_frames(error.__traceback__)))
     if isinstance(error, SystemExit):
         return Failure(None, f"called sys.exit({error.code!r})", text, exits=True)
@@ -113,6 +144,7 @@ def restore(
         The worker's exception with its place added as a note and a `WorkerFailed` with the worker's traceback as its
         cause; the `WorkerFailed` itself where the exception does not unpickle here; a `WorkerDied` for `sys.exit`.
     """
+    role, rank, node, method = failure.origin or (role, rank, node, method)
     if failure.exits:
         return WorkerDied(role, rank, node, method, failure.traceback, failure.reason)
     stand_in = WorkerFailed(role, rank, node, method, failure.traceback, failure.reason)

@@ -17,7 +17,7 @@ from typing import Any
 
 from ostinato.controller.errors import CollectError, DispatchError, RegistrationError, UnknownDispatchMode
 from ostinato.controller.topology import Mesh, pipeline_as_data
-from ostinato.protocol import DataProto, Metric, merge_metrics
+from ostinato.protocol import DataProto, DataProtoFuture, Metric, merge_metrics
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,11 @@ class DispatchMode:
     uses_mesh: bool = True
     view: Callable[[Mesh], Mesh] = field(default=lambda mesh: mesh)
 
+    @property
+    def gives_rows(self) -> bool:
+        """Whether the results are rows to put end to end, which can stay where they are."""
+        return self.collect is concat_rows
+
     def __repr__(self) -> str:
         return f"Dispatch.{self.name}"
 
@@ -100,8 +105,8 @@ def broadcast_only(where: str, value: Any, size: int) -> list[Any]:
 
 
 def chunk_protos(where: str, value: Any, size: int) -> list[Any]:
-    """Cut a DataProto into one piece a rank, sizes differing by at most one (empty ones too); the rest as marked."""
-    if isinstance(value, DataProto):
+    """Cut a batch into one piece a rank, sizes differing by at most one (empty ones too); the rest as marked."""
+    if isinstance(value, DataProto | DataProtoFuture):
         return list(value.chunk(size))
     return scatter_marked(where, value, size)
 
@@ -152,7 +157,8 @@ def only(mesh: Mesh, results: list[Any]) -> Any:
     return results[0]
 
 
-def _is_metrics(value: Any) -> bool:
+def is_metrics(value: Any) -> bool:
+    """Whether a result is a dict of metrics."""
     return isinstance(value, dict) and all(isinstance(entry, Metric) for entry in value.values())
 
 
@@ -166,12 +172,9 @@ def concat_rows(mesh: Mesh, results: list[Any]) -> Any:
         return results[0] if len(results) == 1 else DataProto.concat(results)
     if all(result is None for result in results):
         return None
-    if all(_is_metrics(result) for result in results):
+    if all(is_metrics(result) for result in results):
         return merge_metrics(*results)
-    raise CollectError(
-        "expected a DataProto, a dict[str, Metric] or None, the same from every data-parallel rank; got "
-        f"{_kinds(results)}. A method that returns other values needs Dispatch.DP_COMPUTE, which gives a list"
-    )
+    raise CollectError(describe_kinds(_kinds(results)))
 
 
 def merge_metric_dicts(mesh: Mesh, results: list[Any]) -> dict[str, Metric]:
@@ -180,22 +183,32 @@ def merge_metric_dicts(mesh: Mesh, results: list[Any]) -> dict[str, Metric]:
     Raises:
         CollectError: a rank returned something else.
     """
-    if all(_is_metrics(result) for result in results):
+    if all(is_metrics(result) for result in results):
         return merge_metrics(*results)
+    got = ", ".join(dict.fromkeys(_kinds(results)))
     raise CollectError(
-        f"expected a dict[str, Metric] from every data-parallel rank, got {_kinds(results)}; wrap plain numbers, "
-        "e.g. Metric.mean(value, weight=rows)"
+        f"expected a dict[str, Metric] from every data-parallel rank, got {got}; wrap plain numbers, e.g. "
+        "Metric.mean(value, weight=rows)"
     )
 
 
-def _kinds(results: Iterable[Any]) -> str:
+def describe_kinds(kinds: Iterable[str]) -> str:
+    """Say what was expected of a method that gives rows, and what came."""
+    return (
+        "expected a DataProto, a dict[str, Metric] or None, the same from every data-parallel rank; got "
+        f"{', '.join(dict.fromkeys(kinds))}. A method that returns other values needs Dispatch.DP_COMPUTE, which gives "
+        "a list"
+    )
+
+
+def _kinds(results: Iterable[Any]) -> list[str]:
     def kind(result: Any) -> str:
         name = type(result).__name__
         if isinstance(result, dict):
             return f"{name} of {sorted({type(entry).__name__ for entry in result.values()})}"
         return name
 
-    return ", ".join(dict.fromkeys(kind(result) for result in results))
+    return [kind(result) for result in results]
 
 
 # --- the known names -------------------------------------------------------------------------------------------------
@@ -296,12 +309,12 @@ class Plan:
 
 
 def keep_columns(value: Any, reads: Sequence[str]) -> Any:
-    """Drop the columns that a method does not read from a DataProto, marked or not; nothing else changes."""
+    """Drop the columns that a method does not read from a batch, marked or not; nothing else changes."""
     if isinstance(value, Broadcast):
         return Broadcast(keep_columns(value.value, reads))
     if isinstance(value, Scatter):
         return Scatter([keep_columns(entry, reads) for entry in value.values])
-    if not isinstance(value, DataProto):
+    if not isinstance(value, DataProto | DataProtoFuture):
         return value
     kept = [name for name in value.columns if name in reads]
     return value if len(kept) == len(value.columns) else value.select(kept)

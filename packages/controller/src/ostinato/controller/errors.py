@@ -41,6 +41,14 @@ class RayNotRunning(ControllerError, RuntimeError):  # noqa: N818  (names what h
     """The Ray backend is used before Ray was started."""
 
 
+class ResultMismatch(ControllerError, TypeError):  # noqa: N818  (names what happened)
+    """A method's result is not what its registration says."""
+
+
+class ColumnWritten(ControllerError, RuntimeError):  # noqa: N818  (names what happened)
+    """A method changed a column that it shares with others (debug mode)."""
+
+
 class GroupStopped(ControllerError, RuntimeError):  # noqa: N818  (names what happened)
     """The processes of this group were stopped; the text says why."""
 
@@ -107,6 +115,10 @@ class WorkerFailed(ControllerError, RuntimeError):  # noqa: N818  (names what ha
 
 class WorkerDied(WorkerFailed):
     """A worker's process ended during a call (exit, kill, out of memory)."""
+
+
+class WorkerHung(WorkerDied, TimeoutError):  # noqa: N818  (names what happened)
+    """A worker's process is alive and stands still (SIGSTOP, a frozen container)."""
 
 
 def _amounts(amounts: Mapping[str, float]) -> str:

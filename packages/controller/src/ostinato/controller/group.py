@@ -4,81 +4,21 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Generic, Protocol, TypeVar, cast
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, TypeVar, cast
 
-from ostinato.controller.dispatch import Call, Plan, plan_call
-from ostinato.controller.errors import CollectError, RegistrationError
+from ostinato.controller.arrival import Contract
+from ostinato.controller.calls import Ended, PendingCall, RowsCall, Transport, sizes_of
+from ostinato.controller.dispatch import Call, plan_call
+from ostinato.controller.errors import RegistrationError
 from ostinato.controller.register import Execute, Registration, registered_methods
 from ostinato.controller.topology import Mesh, RankPlace
 from ostinato.controller.worker import Worker, WorkerSpec
+from ostinato.protocol import DataProto, DataProtoFuture
 
-T = TypeVar("T")
 W = TypeVar("W", bound=Worker)
 
-
-class Transport(Protocol):
-    """What carries calls to the workers of one role and their results back. The one place that knows processes."""
-
-    @property
-    def places(self) -> Sequence[RankPlace]:
-        """Each rank's place, in rank order."""
-        ...
-
-    def start(self, method: str, calls: Sequence[Call | None], answering: Sequence[int]) -> Any:
-        """Send one call a rank and return a ticket; arguments that are one object are stored once.
-
-        Results of ranks that do not answer are dropped where they arise.
-        """
-        ...
-
-    def finish(self, ticket: Any) -> Mapping[int, int]:
-        """Wait until all calls of a ticket have ended; return rank -> mesh revision, or raise the first failure."""
-        ...
-
-    def fetch(self, ticket: Any, ranks: Sequence[int]) -> list[Any]:
-        """Bring the results of these ranks here, after `finish`."""
-        ...
-
-
-class PendingCall(Generic[T]):
-    """A group call under way. Here, and nowhere else, results become values on the driver."""
-
-    def __init__(self, group: WorkerGroup, method: str, plan: Plan, ticket: Any) -> None:
-        self._group = group
-        self._method = method
-        self._plan = plan
-        self._ticket = ticket
-        self._ended = False
-        self._result: Any = None
-        self._error: BaseException | None = None
-
-    def get(self) -> T:
-        """Wait for the call and return its result; a second `get` returns the same.
-
-        Raises:
-            Exception: what a worker raised, as its own type where it pickles.
-            WorkerFailed: a worker's exception that does not pickle, or (WorkerDied) a process that ended.
-            CollectError: the results do not go together.
-        """
-        if not self._ended:
-            try:
-                self._result = self._collect()
-            except Exception as error:
-                self._error = error
-            self._ended, self._ticket = True, None  # drops the references to arguments and results
-        if self._error is not None:
-            raise self._error
-        return self._result
-
-    def _collect(self) -> Any:
-        transport = self._group._transport
-        self._group._note_revisions(transport.finish(self._ticket))
-        results = transport.fetch(self._ticket, self._plan.answering)
-        try:
-            return self._plan.collect(results)
-        except CollectError as error:
-            raise CollectError(f"role {self._group.role!r}, method {self._method!r}: {error}") from None
+__all__ = ["Backend", "PendingCall", "Transport", "WorkerGroup"]
 
 
 class WorkerGroup:
@@ -88,12 +28,24 @@ class WorkerGroup:
         role: role of the workers.
         worker_class: their class; each of its registered methods becomes a method of the group.
         transport: what carries the calls.
+        futures: whether rows stay where they are and a call returns a `DataProtoFuture`; False brings them here.
+        check_writes: debug mode: a method that writes into a column that it shares with others is named.
 
     Raises:
         RegistrationError: a registered method has the name of something that every group has.
     """
 
-    def __init__(self, role: str, worker_class: type[Worker], transport: Transport) -> None:
+    def __init__(
+        self,
+        role: str,
+        worker_class: type[Worker],
+        transport: Transport,
+        *,
+        futures: bool = True,
+        check_writes: bool = False,
+    ) -> None:
+        self._futures = futures
+        self._check_writes = check_writes
         self._role = role
         self._worker_class = worker_class
         self._transport = transport
@@ -131,8 +83,8 @@ class WorkerGroup:
         """
         if mesh not in self._meshes:
             ranks = range(self.world_size)
-            ticket = self._transport.start("coordinates", [Call((mesh,))] * len(ranks), ranks)
-            self._note_revisions(self._transport.finish(ticket))
+            ticket = self._transport.start("coordinates", [Call((mesh,))] * len(ranks), ranks, Contract())
+            self.note(self._transport.finish(ticket))
             self._meshes[mesh] = Mesh(tuple(self._transport.fetch(ticket, ranks)))
         return self._meshes[mesh]
 
@@ -153,28 +105,47 @@ class WorkerGroup:
     def __repr__(self) -> str:
         return f"WorkerGroup({self._role!r}, {self._worker_class.__name__}, world_size={self.world_size})"
 
-    def _note_revisions(self, revisions: Mapping[int, int]) -> None:
+    def note(self, ended: Mapping[int, Ended]) -> None:
+        """Forget coordinates where a call has registered a mesh; for the calls of this group alone."""
+        revisions = {rank: one.revision for rank, one in ended.items()}
         if any(self._revisions.get(rank, 0) != revision for rank, revision in revisions.items()):
             self._meshes.clear()
         self._revisions.update(revisions)
 
     def _bind(self, name: str, function: Callable[..., Any], record: Registration) -> Callable[..., Any]:
         signature = inspect.signature(function)
+        contract = Contract.of(record, self._check_writes)
+        ahead = contract.gives_rows and self._futures and not record.blocking and _returns_batch(function)
 
         @functools.wraps(function)
         def group_call(*args: Any, **kwargs: Any) -> Any:
             # A wrong argument is the caller's error: it is raised here and not once a rank.
             signature.bind(None, *args, **kwargs)
-            pending = self._start(name, record, Call(args, kwargs))
-            return pending.get() if record.blocking else pending
+            return self._call(name, record, contract, Call(args, kwargs), ahead)
 
         return group_call
 
-    def _start(self, name: str, record: Registration, call: Call) -> PendingCall[Any]:
+    def _call(self, name: str, record: Registration, contract: Contract, call: Call, ahead: bool) -> Any:
         mode = record.dispatch_mode
         mesh = self.coordinates(record.mesh) if mode.uses_mesh else Mesh.of_every_rank(self.world_size)
-        plan = plan_call(mode, mesh, call, reads=record.reads, rank_zero=record.execute_mode is Execute.RANK_ZERO)
-        return PendingCall(self, name, plan, self._transport.start(name, plan.calls, plan.answering))
+        plan = plan_call(mode, mesh, call, reads=record.travels, rank_zero=record.execute_mode is Execute.RANK_ZERO)
+        ticket = self._transport.start(name, plan.calls, plan.answering, contract)
+        if not contract.gives_rows:
+            pending = PendingCall(self, self._transport, name, plan, ticket)
+            return pending.get() if record.blocking else pending
+        rows = RowsCall(self, self._transport, name, plan, ticket)
+        if not ahead:
+            value = rows.value()
+            return value.get() if isinstance(value, DataProtoFuture) and not self._futures else value
+        sizes = sizes_of(plan) if record.keeps_rows else None
+        return DataProtoFuture(rows) if sizes is None else rows.promise(record.writes, sizes)
+
+
+def _returns_batch(function: Callable[..., Any]) -> bool:
+    """Whether a method's annotation says that it returns a DataProto: then nobody has to wait to see."""
+    annotation = getattr(function, "__annotations__", {}).get("return")
+    name = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", "")
+    return name.strip("'\"").rpartition(".")[2] == DataProto.__name__
 
 
 class Backend(Protocol):

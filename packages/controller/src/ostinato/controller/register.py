@@ -30,12 +30,13 @@ class Registration:
     Attributes:
         dispatch_mode: how arguments are split over the ranks and results are put together.
         execute_mode: which ranks run the method.
-        blocking: whether the group call waits; otherwise it returns a handle with `.get()`.
+        blocking: whether the group call waits for the ranks to end.
         reads: columns that travel to the workers; empty means all of them. Of the names here those that a batch has
             are sent: a column that the method cannot do without is the method's own check.
-        writes: columns that the method adds; documentation that tools read.
+        writes: columns that the method adds.
         mutates: columns that the method changes in place.
         mesh: name of the mesh whose coordinates are used.
+        keeps_rows: whether the result has the columns of `writes` and no others, one row for each row it got.
     """
 
     dispatch_mode: DispatchMode
@@ -45,27 +46,39 @@ class Registration:
     writes: tuple[str, ...]
     mutates: tuple[str, ...]
     mesh: str
+    keeps_rows: bool = False
+
+    @property
+    def travels(self) -> tuple[str, ...]:
+        """Columns to send; empty means all."""
+        return (*self.reads, *self.mutates) if self.reads else ()
 
 
 def register(
     dispatch_mode: DispatchMode | str = Dispatch.ALL_TO_ALL,
     execute_mode: Execute = Execute.ALL,
-    blocking: bool = True,
+    blocking: bool | None = None,
     reads: Sequence[str] = (),
     writes: Sequence[str] = (),
     mutates: Sequence[str] = (),
     mesh: str = "train",
+    keeps_rows: bool = False,
 ) -> Callable[[F], F]:
     """Mark a worker method as callable on a group.
 
     Args:
         dispatch_mode: a member of `Dispatch`, or the name of a mode that `register_dispatch_mode` added.
         execute_mode: `Execute.RANK_ZERO` runs the method on rank 0 alone and returns its value alone.
-        blocking: with False the group call returns a handle at once; `.get()` waits.
-        reads: columns to send; empty sends all.
-        writes: columns that the method adds.
-        mutates: columns that the method changes in place.
+        blocking: True waits until the ranks have ended; False returns a handle at once, whose `.get()` waits. None
+            waits unless the result is rows, which stay where they are: a `DataProtoFuture` is such a handle.
+        reads: columns to send; empty sends all. They arrive as views of memory that others read too and must not be
+            written to; without `reads` all columns are copies.
+        writes: columns that the method adds. Each lies in the store for itself where it is large.
+        mutates: columns that the method changes in place; they are sent too, and arrive as copies.
         mesh: which of the worker's meshes splits the rows.
+        keeps_rows: the result has the columns of `writes` and no others, one row for each row of the first batch that
+            it got, and no meta entry but metrics. The driver then knows the result before the call has ended and can
+            send calls that depend on it at once; a result that is otherwise fails the call.
 
     Returns:
         A decorator that returns the method itself, with a `Registration` attached.
@@ -83,7 +96,13 @@ def register(
             f"register: {mode.name} splits rows over all data-parallel ranks, Execute.RANK_ZERO runs one; "
             "use Dispatch.RANK_ZERO, or Execute.ALL"
         )
-    record = Registration(mode, execute_mode, blocking, tuple(reads), tuple(writes), tuple(mutates), mesh)
+    if keeps_rows and not (mode.gives_rows and writes):
+        raise RegistrationError(
+            f"register: keeps_rows=True says what columns and rows come back: it needs writes=(...) and a mode that "
+            f"collects rows, got writes={tuple(writes)} and {mode.name}"
+        )
+    waits = not mode.gives_rows if blocking is None else blocking
+    record = Registration(mode, execute_mode, waits, tuple(reads), tuple(writes), tuple(mutates), mesh, keeps_rows)
 
     def mark(method: F) -> F:
         setattr(method, _ATTRIBUTE, record)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -108,6 +109,53 @@ class EchoWorker(Worker):
         time.sleep(seconds)
         return batch
 
+    @register(Dispatch.ONE_TO_ALL, blocking=False)
+    def rank_later(self, seconds: float = 0.0) -> int:
+        """Return the rank after a while."""
+        time.sleep(seconds)
+        return self.rank
+
+    @register(Dispatch.DP_COMPUTE_PROTO, reads=("x",), writes=("double",), keeps_rows=True)
+    def double(self, batch: DataProto, seconds: float = 0.0) -> DataProto:
+        """Return 2 x as `double`, after a while."""
+        time.sleep(seconds)
+        metrics = {"rows": Metric.sum(len(batch))}
+        return DataProto.from_dict({"double": batch.batch["x"] * 2}, meta_info={"metrics": metrics})
+
+    @register(Dispatch.DP_COMPUTE_PROTO, reads=("x", "double"), writes=("total",), keeps_rows=True)
+    def total(self, batch: DataProto) -> DataProto:
+        """Return x + double as `total`."""
+        return DataProto.from_dict({"total": batch.batch["x"] + batch.batch["double"]})
+
+    @register(Dispatch.DP_COMPUTE_PROTO, reads=("x",), writes=("double",), keeps_rows=True)
+    def breaks_promise(self, batch: DataProto) -> DataProto:
+        """Return one row less than it got, under a promise to keep them."""
+        return DataProto.from_dict({"double": batch.batch["x"][1:]})
+
+    @register(Dispatch.DP_COMPUTE_PROTO, reads=("x",), writes=("double",), keeps_rows=True)
+    def fails(self, batch: DataProto, rank: int = 0) -> DataProto:
+        """Raise on one rank."""
+        if self.rank == rank:
+            raise LookupError(f"no double on rank {rank}")
+        return self.double(batch)
+
+    @register(Dispatch.DP_COMPUTE_PROTO, reads=("x",), mutates=("m",))
+    def add_in_place(self, batch: DataProto) -> DataProto:
+        """Add one to `m` in place, which is declared; return it."""
+        batch.batch["m"].add_(1)
+        return batch.select(["m"])
+
+    @register(Dispatch.DP_COMPUTE_PROTO, reads=("x",))
+    def add_in_secret(self, batch: DataProto) -> DataProto:
+        """Add one to `x` in place, which is not declared; return it."""
+        batch.batch["x"].add_(1)
+        return batch.select(["x"])
+
+    @register(Dispatch.DP_COMPUTE_PROTO)
+    def grow(self, batch: DataProto, width: int) -> DataProto:
+        """Return the rows with a column of `width` numbers a row."""
+        return batch.union(DataProto.from_dict({"wide": torch.ones(len(batch), width)}))
+
     @register(Dispatch.DP_COMPUTE_PROTO_WITH_FUNC)
     def apply(self, function: Callable[[DataProto], DataProto], batch: DataProto) -> DataProto:
         """Return function(batch)."""
@@ -144,7 +192,7 @@ class FaultyWorker(Worker):
         """Fail on one rank while the others sleep.
 
         Args:
-            how: "ValueError", "unpicklable", "sys.exit", "os._exit", "kill" or "sleep".
+            how: "ValueError", "unpicklable", "sys.exit", "os._exit", "kill", "SIGSTOP" or "sleep".
             rank: the rank that fails; -1 lets all fail.
             others_wait_s: how long the other ranks sleep before they return.
         """
@@ -160,7 +208,9 @@ class FaultyWorker(Worker):
         if how == "os._exit":
             os._exit(4)
         if how == "kill":
-            os.kill(os.getpid(), 9)
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how == "SIGSTOP":
+            os.kill(os.getpid(), signal.SIGSTOP)
         time.sleep(others_wait_s)
         return self.rank
 

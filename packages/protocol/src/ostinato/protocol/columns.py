@@ -161,7 +161,7 @@ def validate(batch: DataProto | Any, reads: Iterable[str]) -> None:
     if missing := [name for name in reads if name not in held]:
         who = [f"{name!r}" + (f" (from {COLUMNS[name].producer})" if name in COLUMNS else "") for name in missing]
         raise MissingColumnError(f"validate: the batch lacks {', '.join(who)}; it has {list(held)}")
-    tensors = getattr(batch, "batch", None)
+    tensors = None if hasattr(batch, "layout") else getattr(batch, "batch", None)  # a look at a future brings its rows
     if tensors is None:
         return
     widths: dict[str, tuple[int, str]] = {}

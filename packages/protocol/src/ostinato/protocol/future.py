@@ -9,6 +9,9 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, Self
 
+import numpy as np
+from tensordict import TensorDict
+
 from ostinato.protocol import rows
 from ostinato.protocol.blocks import kind_of
 from ostinato.protocol.dataproto import DataProto
@@ -37,7 +40,8 @@ class DataProtoFuture:
     but for one: `union` does not compare values, so it refuses two columns of one name unless they are the same rows
     of the same stored columns.
 
-    Nothing here brings rows to this process except `get`. The rows are dropped with the last future that holds them.
+    Nothing here brings rows to this process except `get`, and `batch` and `non_tensor_batch`, which call it. The rows
+    are dropped with the last future that holds them.
 
     Args:
         state: what is known, or the call that will tell.
@@ -115,7 +119,7 @@ class DataProtoFuture:
         return lane.source.pieces[0].kinds.get(key)
 
     def __getattr__(self, name: str) -> NoReturn:
-        if name in ("batch", "non_tensor_batch", "to", "save", "to_bytes"):
+        if name in ("to", "save", "to_bytes", "make_iterator"):
             raise RowsElsewhereError(
                 f"DataProtoFuture.{name}: the rows lie elsewhere; bring them here with .get([...]) and use the "
                 "DataProto that it returns"
@@ -151,6 +155,16 @@ class DataProtoFuture:
         metrics = chosen.metrics
         built = bring(chosen._state)
         return built.with_metrics(metrics) if metrics else built
+
+    @property
+    def batch(self) -> TensorDict:
+        """All tensor columns, brought here anew by every look; `get([...])` brings the ones that are meant."""
+        return self.get().batch
+
+    @property
+    def non_tensor_batch(self) -> dict[str, np.ndarray]:
+        """All numpy columns, brought here, as `batch` does."""
+        return self.get().non_tensor_batch
 
     def layout(self, store: Store | None = None) -> tuple[Layout, list[tuple[Store, Any]]]:
         """How to build these rows, for whoever carries them; see `lay_out`."""

@@ -13,6 +13,7 @@ import torch
 from ostinato.protocol import jagged, payload
 from ostinato.protocol.cells import object_array, same
 from ostinato.protocol.dataproto import DataProto
+from ostinato.protocol.future import DataProtoFuture
 from ostinato.protocol.metrics import Metric
 
 if TYPE_CHECKING:
@@ -63,17 +64,17 @@ def differences(actual: DataProto, expected: DataProto) -> list[str]:
     return told
 
 
-def assert_equal(actual: DataProto, expected: DataProto) -> None:
+def assert_equal(actual: DataProto | DataProtoFuture, expected: DataProto | DataProtoFuture) -> None:
     """Fail with what differs, unless two batches are equal in rows, columns, kinds, values and meta.
 
     Args:
-        actual: a batch.
-        expected: a batch.
+        actual: a batch; rows elsewhere are brought here.
+        expected: a batch; likewise.
 
     Raises:
         AssertionError: they differ.
     """
-    if told := differences(actual, expected):
+    if told := differences(actual.get(), expected.get()):
         raise AssertionError("batches differ: " + "; ".join(told))
 
 

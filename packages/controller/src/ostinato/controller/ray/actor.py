@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
+from ostinato.controller.arrival import Absent, Arguments, Contract, packed, served
 from ostinato.controller.colocate import RoleHost, Status, capture
+from ostinato.controller.ray.sentinel import Mark, mark_here
 from ostinato.controller.rendezvous import hold_port, release_ports
 from ostinato.controller.worker import WorkerContext
 
@@ -21,7 +24,7 @@ class ProcessPlace:
         node_id: Ray's id of the node; ranks are grouped by it.
         address: the node's address.
         host: its host name.
-        pid: process id.
+        mark: how the process is found from outside.
         devices: ids of the GPUs that Ray gave it, as the node numbers them.
         port: a port of the node on which this process listens for the rendezvous.
     """
@@ -29,7 +32,7 @@ class ProcessPlace:
     node_id: str
     address: str
     host: str
-    pid: int
+    mark: Mark
     devices: tuple[str, ...]
     port: int
 
@@ -62,7 +65,7 @@ class HostActor:
             context = ray.get_runtime_context()
             devices = tuple(str(device) for device in context.get_accelerator_ids().get("GPU", []))
             address = ray.util.get_node_ip_address()
-            return ProcessPlace(context.get_node_id(), address, socket.gethostname(), os.getpid(), devices, hold_port())
+            return ProcessPlace(context.get_node_id(), address, socket.gethostname(), mark_here(), devices, hold_port())
 
         return self._guard("", here)
 
@@ -83,24 +86,41 @@ class HostActor:
         return self._guard(role, lambda: self._host.build(role, cloudpickle.loads(spec), context))
 
     def call(
-        self, role: str, method: str, answers: bool, keywords: tuple[str, ...], *values: Any
-    ) -> tuple[Status, Any]:
+        self, number: int, role: str, method: str, answers: bool, contract: Contract, arguments: Arguments, *values: Any
+    ) -> tuple[Any, ...]:
         """Call a method of a role's worker.
 
         Args:
+            number: of the call, told where it fails.
             role: the role.
             method: the method.
-            answers: whether the value is wanted; otherwise it is dropped here.
-            keywords: names of the last values; the ones before them are positional.
-            values: the arguments. They stand in the actor call itself so that Ray resolves references among them.
+            answers: whether the result is wanted; otherwise it is dropped here.
+            contract: what is known of the method.
+            arguments: how its arguments are built.
+            values: of what. They stand in the actor call itself so that Ray brings what references stand for, and holds
+                it until the call has ended.
+
+        Returns:
+            A `Status`, then what the contract says: the value, or the blocks of the rows by slot.
         """
+        status, result = self._guard(role, lambda: self._served(role, method, contract, arguments, values))
+        if status.failure is not None:
+            rank, node = self._host.place(role)
+            failure = status.failure
+            if failure.origin is None:
+                failure = replace(failure, origin=(role, rank, node, method), call=number)
+            return replace(status, failure=failure), *(
+                [Absent(failure) if answers and contract.gives_rows else None] * contract.num_slots
+            )
+        value, left = result
+        if not answers:
+            return Status(None, status.revision), *([None] * contract.num_slots)
+        if left is None:
+            return status, value
+        return Status(None, status.revision, left), *packed(value, left, contract.num_slots)
 
-        def run() -> Any:
-            split = len(values) - len(keywords)
-            result = self._host.call(role, method, values[:split], dict(zip(keywords, values[split:], strict=True)))
-            return result if answers else None
-
-        return self._guard(role, run)
+    def _served(self, role: str, method: str, contract: Contract, arguments: Arguments, values: Any) -> Any:
+        return served(partial(self._host.call, role, method), arguments, values, contract, method)
 
     def close(self) -> tuple[Status, None]:
         """Close all workers."""

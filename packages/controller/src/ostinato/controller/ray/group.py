@@ -6,146 +6,24 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
-from ostinato.controller.dispatch import Call
-from ostinato.controller.errors import GroupStopped, PlacementError, WorkerDied
+from ostinato.controller.errors import PlacementError
 from ostinato.controller.group import WorkerGroup
 from ostinato.controller.pool import ResourcePoolManager, SubPool
 from ostinato.controller.ray.actor import HostActor, ProcessPlace
 from ostinato.controller.ray.env import require_ray
-from ostinato.controller.ray.liveness import Ending, Patience, Reply, wait_for_replies
+from ostinato.controller.ray.liveness import Patience, Reply, wait_for_replies
 from ostinato.controller.ray.pool import Slot, release, reserve
+from ostinato.controller.ray.transport import Ledger, RayProcesses, RayTransport
 from ostinato.controller.topology import RankPlace, assign_ranks
-from ostinato.controller.worker import Worker, WorkerContext, WorkerSpec
+from ostinato.controller.worker import Worker, WorkerSpec
 
 logger = logging.getLogger(__name__)
 
 W = TypeVar("W", bound=Worker)
 
-_SMALL = (bool, int, float, complex, type(None))
-_SMALL_TEXT = 1024
-
-
-class RayProcesses:
-    """The actors of one pool in rank order, and what became of them.
-
-    Args:
-        actors: one handle a rank.
-        places: where each came up.
-        ranks: its rank and place on its node.
-        device_type: "cuda" or "cpu".
-    """
-
-    def __init__(
-        self, actors: Sequence[Any], places: Sequence[ProcessPlace], ranks: Sequence[RankPlace], device_type: str
-    ) -> None:
-        self.actors = list(actors)
-        self.places = list(places)
-        self.ranks = list(ranks)
-        self.device_type = device_type
-        self.stopped: str | None = None
-
-    def context(self, rank: int, role: str) -> WorkerContext:
-        """Return what the worker of a role is told at a rank."""
-        first, place = self.places[0], self.ranks[rank]
-        return WorkerContext(
-            rank=rank,
-            world_size=len(self.actors),
-            local_rank=place.local_rank,
-            local_world_size=place.local_world_size,
-            master_addr=first.address,
-            master_port=first.port,
-            role=role,
-            node=place.node,
-            device_type=self.device_type,
-        )
-
-    def env_vars(self, rank: int) -> dict[str, str]:
-        """Return a rank's environment, under the names that launchers of SPMD programs use.
-
-        On GPU pools a process sees the pool's GPUs of its node in the order of local ranks: its own device is the one
-        of its local rank, and those of its peers are visible to it.
-        """
-        context = self.context(rank, "")
-        env = {
-            "RANK": str(rank),
-            "WORLD_SIZE": str(context.world_size),
-            "LOCAL_RANK": str(context.local_rank),
-            "LOCAL_WORLD_SIZE": str(context.local_world_size),
-            "MASTER_ADDR": context.master_addr,
-            "MASTER_PORT": str(context.master_port),
-        }
-        if self.device_type == "cuda":
-            peers = [p for p in self.places if p.node_id == self.places[rank].node_id]
-            env["CUDA_VISIBLE_DEVICES"] = ",".join(device for peer in peers for device in peer.devices)
-        return env
-
-    def stop(self, reason: str) -> None:
-        """Kill every actor at once; later calls say why."""
-        import ray
-
-        self.stopped = self.stopped or reason
-        for actor in self.actors:
-            ray.kill(actor, no_restart=True)
-
-
-@dataclass(frozen=True)
-class Ticket:
-    """A group call under way."""
-
-    method: str
-    replies: dict[int, Reply]
-
-
-class RayTransport:
-    """Carries the calls of one role to a pool's processes."""
-
-    def __init__(self, processes: RayProcesses, role: str, patience: Patience) -> None:
-        self._processes = processes
-        self._role = role
-        self._patience = patience
-
-    @property
-    def places(self) -> Sequence[RankPlace]:
-        """Each rank's place, in rank order."""
-        return self._processes.ranks
-
-    def start(self, method: str, calls: Sequence[Call | None], answering: Sequence[int]) -> Ticket:
-        """Put each argument in the store once, then send the calls."""
-        if self._processes.stopped:
-            raise GroupStopped(f"role {self._role!r}, method {method!r}: {self._processes.stopped}")
-        stored: dict[int, Any] = {}
-        packed = {rank: _pack(call, stored) for rank, call in enumerate(calls) if call is not None}
-        wanted = set(answering)
-        replies = {}
-        for rank, (keywords, values) in packed.items():
-            call = self._processes.actors[rank].call.options(num_returns=2)
-            replies[rank] = Reply(rank, *call.remote(self._role, method, rank in wanted, keywords, *values))
-        return Ticket(method, replies)
-
-    def finish(self, ticket: Ticket) -> Mapping[int, int]:
-        """Wait for all ranks; on a death, or when ranks hang after a failure, stop all processes of the pool."""
-        replies = list(ticket.replies.values())
-        ending = wait_for_replies(replies, ticket.method, self._locate, self._patience)
-        _settle(ending, self._processes)
-        return ending.revisions
-
-    def fetch(self, ticket: Ticket, ranks: Sequence[int]) -> list[Any]:
-        """Bring the values of these ranks here."""
-        import ray
-        from ray.exceptions import RayError
-
-        try:
-            return ray.get([ticket.replies[rank].value for rank in ranks])
-        except RayError as error:
-            # The call had ended; its value was lost with its owner or its node.
-            role, rank, node = self._locate(ranks[0])
-            raise WorkerDied(role, rank, node, ticket.method, str(error), "its result was lost") from error
-
-    def _locate(self, rank: int) -> tuple[str, int, str]:
-        return self._role, rank, self._processes.ranks[rank].node
+_INLINE_BYTES = 4096
 
 
 class RayBackend:
@@ -156,8 +34,12 @@ class RayBackend:
         reserve_timeout_s: how long to wait for resources that others hold now.
         start_timeout_s: how long processes may take to come up.
         grace_s: how long the other ranks get to end once one has raised, before they are stopped.
-        call_timeout_s: deadline of a group call; None sets none.
+        call_timeout_s: deadline of a group call, from when the calls before it have ended; None sets none.
+        look_s: seconds between two looks at the processes of a long call; one that is stopped at two looks counts as
+            hung. None never looks.
         env_vars: environment of the workers' processes.
+        futures: whether calls that give rows return a `DataProtoFuture` at once; False waits and brings the rows here.
+        check_writes: debug mode: a method that writes into a column that it shares with others is named.
 
     Raises:
         RayNotRunning: this process has not joined a cluster.
@@ -170,19 +52,24 @@ class RayBackend:
         reserve_timeout_s: float = 10.0,
         start_timeout_s: float = 180.0,
         grace_s: float = 5.0,
-        call_timeout_s: float | None = None,
+        call_timeout_s: float | None = 3600.0,
+        look_s: float | None = 10.0,
         env_vars: Mapping[str, str] | None = None,
+        futures: bool = True,
+        check_writes: bool = False,
     ) -> None:
         require_ray()
         self._pools = pools
         self._reserve_timeout_s = reserve_timeout_s
-        self._starting = Patience(grace_s, start_timeout_s)
-        self._patience = Patience(grace_s, call_timeout_s)
+        self._starting = Patience(grace_s, start_timeout_s, look_s)
+        self._patience = Patience(grace_s, call_timeout_s, look_s)
         self._env_vars = dict(env_vars or {})
+        self._options = {"futures": futures, "check_writes": check_writes}
         self._slots: dict[str, list[Slot]] = {}
         self._used: Counter[tuple[str, int]] = Counter()
         self._reserved: set[str] = set()
         self._processes: dict[str, RayProcesses] = {}
+        self._ledger = Ledger()
 
     def launch(
         self, roles: Mapping[str, WorkerSpec[Any]], placement: Mapping[str, str] | None = None
@@ -207,7 +94,10 @@ class RayBackend:
         pool_of = {role: name for name, of_pool in placed.items() for role in of_pool}
         return {
             role: WorkerGroup(
-                role, spec.worker_class, RayTransport(self._processes[pool_of[role]], role, self._patience)
+                role,
+                spec.worker_class,
+                RayTransport(self._processes[pool_of[role]], role, self._patience),
+                **self._options,
             )
             for role, spec in roles.items()
         }
@@ -215,6 +105,11 @@ class RayBackend:
     def launch_one(self, role: str, spec: WorkerSpec[W], pool: str | None = None) -> W:
         """Start one role; the group is typed as its worker class."""
         return cast("W", self.launch({role: spec}, None if pool is None else {role: pool})[role])
+
+    def wait(self) -> None:
+        """Wait for every call that was sent to any group; raise the first failure, which names the call."""
+        for processes in self._processes.values():
+            processes.finish_all(self._patience)
 
     def shutdown(self, timeout_s: float = 10.0) -> None:
         """Close the workers, stop their processes and give the slots back; a second call does nothing.
@@ -230,13 +125,14 @@ class RayBackend:
                         Reply(rank, *actor.close.options(num_returns=2).remote())
                         for rank, actor in enumerate(processes.actors)
                     ]
-                    ending = wait_for_replies(replies, "close", _locator(name, processes), Patience(1.0, timeout_s))
+                    ending = wait_for_replies(replies, "close", processes.locator(name), Patience(1.0, timeout_s, None))
                     if ending.error is not None:
                         logger.warning("pool %r: a worker did not close: %s", name, ending.error)
                 processes.stop("this backend was shut down")
             for slots in self._slots.values():
                 release(slots)
         self._processes.clear()
+        self._ledger = Ledger()
         self._slots.clear()
         self._used.clear()
         self._reserved.clear()
@@ -273,7 +169,7 @@ class RayBackend:
             for index, slot in enumerate(self._slots[whole.name][pool.first : pool.first + pool.size])
         ]
         places = self._everywhere(pool.name, actors, "place", [()] * len(actors))
-        processes = in_rank_order(actors, places, "cuda" if whole.use_gpu else "cpu")
+        processes = in_rank_order(actors, places, "cuda" if whole.use_gpu else "cpu", self._ledger)
         arguments = [(processes.env_vars(rank), rank == 0) for rank in range(len(actors))]
         self._everywhere(pool.name, processes.actors, "prepare", arguments)
         return processes
@@ -283,6 +179,8 @@ class RayBackend:
         env = {"OMP_NUM_THREADS": str(whole.threads_per_process or _fair_threads(max(whole.processes_on_nodes)))}
         # Ray leaves a CPU actor every GPU of its node; on GPU pools the devices are set once the ranks are known.
         env |= {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"} if whole.use_gpu else {"CUDA_VISIBLE_DEVICES": ""}
+        # Ray would send results of up to 100 kB to the driver's memory; rows stay in the store, whatever their size.
+        env["RAY_max_direct_call_object_size"] = str(_INLINE_BYTES)
         return env | self._env_vars
 
     def _build(self, processes: RayProcesses, role: str, spec: WorkerSpec[Any]) -> None:
@@ -308,50 +206,29 @@ class RayBackend:
             Reply(rank, *getattr(actor, method).options(num_returns=2).remote(*arguments[rank]))
             for rank, actor in enumerate(actors)
         ]
-        locate = _locator(role, processes)
-        ending = wait_for_replies(replies, "__init__" if method == "build" else method, locate, self._starting)
-        _settle(ending, processes or RayProcesses(actors, [], [], "cpu"))
+        known = processes or RayProcesses(actors, [], [], "cpu", Ledger())
+        shown = "__init__" if method == "build" else method
+        known.settle(wait_for_replies(replies, shown, known.locator(role), self._starting))
         return ray.get([reply.value for reply in replies])
 
 
-def in_rank_order(actors: Sequence[Any], places: Sequence[ProcessPlace], device_type: str) -> RayProcesses:
+def in_rank_order(
+    actors: Sequence[Any], places: Sequence[ProcessPlace], device_type: str, ledger: Ledger
+) -> RayProcesses:
     """Order a pool's actors by the ranks that their nodes and slots give them.
 
     Args:
         actors: one handle a slot, in slot order.
         places: where each came up, in slot order.
         device_type: "cuda" or "cpu".
+        ledger: of the backend.
     """
     ranks = assign_ranks([place.node_id for place in places])
     named = [RankPlace(r.rank, r.local_rank, r.local_world_size, p.node) for r, p in zip(ranks, places, strict=True)]
     order = sorted(range(len(actors)), key=lambda slot: named[slot].rank)
-    return RayProcesses([actors[i] for i in order], [places[i] for i in order], [named[i] for i in order], device_type)
-
-
-def _settle(ending: Ending, processes: RayProcesses) -> None:
-    if ending.broken:
-        reason = str(ending.error).splitlines()[0] if str(ending.error) else type(ending.error).__name__
-        processes.stop(f"its processes were stopped after a failure: {reason}")
-    if ending.error is not None:
-        raise ending.error
-
-
-def _locator(role: str, processes: RayProcesses | None) -> Any:
-    return lambda rank: (role, rank, processes.ranks[rank].node if processes else "not known yet")
-
-
-def _pack(call: Call, stored: dict[int, Any]) -> tuple[tuple[str, ...], list[Any]]:
-    """Lay the arguments out flat; what is not small is replaced by a reference, one for each object."""
-    import ray
-
-    def sent(value: Any) -> Any:
-        if isinstance(value, (*_SMALL, ray.ObjectRef)) or (isinstance(value, str) and len(value) < _SMALL_TEXT):
-            return value
-        if id(value) not in stored:
-            stored[id(value)] = ray.put(value)
-        return stored[id(value)]
-
-    return tuple(call.kwargs), [sent(value) for value in (*call.args, *call.kwargs.values())]
+    return RayProcesses(
+        [actors[i] for i in order], [places[i] for i in order], [named[i] for i in order], device_type, ledger
+    )
 
 
 def _fair_threads(processes: int) -> int:
