@@ -19,6 +19,7 @@ from ostinato.controller import ResourcesUnavailable
 from ostinato.ppo.__main__ import main
 from ostinato.ppo.cli import compose, from_hydra, register_schema
 from ostinato.ppo.errors import ConfigError, LaunchError, Problem, RunFolderBusy
+from ostinato.workers.core.config import rollout_log_prob_limit
 
 LABS = {
     "ppo-one-gpu": """algorithm.adv_estimator=gae data.train_files=$D/train.parquet data.val_files=$D/test.parquet
@@ -161,7 +162,7 @@ def test_ppo_cli_explicit_micro_batch_turns_dynamic_off_for_its_role_only(world)
     assert config.actor_rollout_ref.actor.update_limit.micro_batch_size == 8
     assert config.critic.update_limit.max_tokens == 16384
     assert config.actor_rollout_ref.ref.log_prob_limit.max_tokens == 16384
-    assert config.actor_rollout_ref.rollout.log_prob_use_dynamic_bsz
+    assert rollout_log_prob_limit(config.actor_rollout_ref.rollout).max_tokens == 16384
 
 
 @pytest.mark.parametrize(

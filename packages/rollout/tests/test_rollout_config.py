@@ -97,11 +97,6 @@ def test_config_refuses_many_greedy_samples():
     assert asked.log_prob_temperature == 0.7
 
 
-def test_config_explicit_micro_batch_turns_token_budget_off():
-    assert RolloutConfig().log_prob_use_dynamic_bsz
-    assert not RolloutConfig(log_prob_micro_batch_size_per_gpu=4).log_prob_use_dynamic_bsz
-
-
 def test_config_sampling_carries_step_and_keeps_validation_streams_apart():
     config = RolloutConfig(temperature=0.7, seed=5, ignore_eos=True, response_length=9)
     train, validate = config.sampling(step=3), config.sampling(step=3, validate=True)

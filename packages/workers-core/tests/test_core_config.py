@@ -79,6 +79,10 @@ def test_config_an_explicit_micro_batch_size_turns_the_budget_off():
     assert RefConfig(log_prob_micro_batch_size_per_gpu=4).log_prob_limit == BatchLimit(micro_batch_size=4)
     assert rollout_log_prob_limit(RolloutConfig()) == BatchLimit(max_tokens=16384)
     assert rollout_log_prob_limit(RolloutConfig(log_prob_micro_batch_size_per_gpu=2)) == BatchLimit(micro_batch_size=2)
+    both = RolloutConfig(log_prob_micro_batch_size_per_gpu=2, log_prob_use_dynamic_bsz=True)
+    assert rollout_log_prob_limit(both) == BatchLimit(max_tokens=16384)
+    again = replace(RolloutConfig(log_prob_micro_batch_size_per_gpu=2), log_prob_micro_batch_size_per_gpu=None)
+    assert rollout_log_prob_limit(again) == BatchLimit(max_tokens=16384)
     assert CriticConfig(ppo_micro_batch_size_per_gpu=3).forward_limit == BatchLimit(micro_batch_size=3)
     assert CriticConfig(forward_max_token_len_per_gpu=99).forward_limit == BatchLimit(max_tokens=99)
 

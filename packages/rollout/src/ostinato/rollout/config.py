@@ -169,11 +169,10 @@ class RolloutConfig:
         max_model_len: most tokens of prompt and response together; None is the sum of both lengths.
         load_format: "dummy" builds the engine without reading weights, which come from the training engine.
         update_weights_bucket_megabytes: size of the buckets that weights travel in.
-        log_prob_micro_batch_size_per_gpu: rows in one forward pass for log-probabilities; setting it turns
-            `log_prob_use_dynamic_bsz` off.
-        log_prob_use_dynamic_bsz: fill forward passes for log-probabilities up to
-            `log_prob_max_token_len_per_gpu` tokens; false counts rows.
-        log_prob_max_token_len_per_gpu: tokens in one forward pass for log-probabilities.
+        log_prob_micro_batch_size_per_gpu: rows in one forward pass for log-probabilities; setting it switches dynamic
+            micro-batches off.
+        log_prob_use_dynamic_bsz: micro-batches under a token budget; None: on unless an explicit size is given.
+        log_prob_max_token_len_per_gpu: that budget: tokens in one forward pass for log-probabilities.
     """
 
     name: str = "hf"
@@ -198,7 +197,7 @@ class RolloutConfig:
     load_format: str = "dummy"
     update_weights_bucket_megabytes: int = 512
     log_prob_micro_batch_size_per_gpu: int | None = None
-    log_prob_use_dynamic_bsz: bool = True
+    log_prob_use_dynamic_bsz: bool | None = None
     log_prob_max_token_len_per_gpu: int = 16384
     val_kwargs: ValidationConfig = field(default_factory=ValidationConfig)
 
@@ -208,15 +207,15 @@ class RolloutConfig:
         find_backend(self.name)
         self._check_sampling()
         self._check_sizes()
-        for key in ("do_sample", "ignore_eos", "enforce_eager", "free_cache_engine", "log_prob_use_dynamic_bsz"):
+        for key in ("do_sample", "ignore_eos", "enforce_eager", "free_cache_engine"):
             _check_bool(f"{PREFIX}.{key}", getattr(self, key))
+        if self.log_prob_use_dynamic_bsz is not None:
+            _check_bool(f"{PREFIX}.log_prob_use_dynamic_bsz", self.log_prob_use_dynamic_bsz)
         if self.dtype not in _DTYPES:
             _refuse(f"{PREFIX}.dtype", f"one of {', '.join(_DTYPES)}", self.dtype, "bfloat16 is the usual choice.")
         if self.load_format not in _LOAD_FORMATS:
             fix = "dummy takes the weights from the training engine."
             _refuse(f"{PREFIX}.load_format", f"one of {', '.join(_LOAD_FORMATS)}", self.load_format, fix)
-        if self.log_prob_micro_batch_size_per_gpu is not None:
-            object.__setattr__(self, "log_prob_use_dynamic_bsz", False)
 
     def _check_sampling(self) -> None:
         _check_number(f"{PREFIX}.temperature", self.temperature, 0, math.inf, "1 is usual.", open_low=True)
