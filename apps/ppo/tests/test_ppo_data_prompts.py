@@ -10,61 +10,23 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from ostinato.ppo import prompts
 from ostinato.ppo.data import PromptDataset, load_tokenizer, pad_token_id
 from ostinato.ppo.errors import DataError
 from ostinato.ppo.prompts import truncate
+from ostinato.ppo.testing import WORDS, chat, make_tokenizer, words, write_prompts, write_rows
 from ostinato.protocol import DataProto
-
-WORDS = ["<unk>", "<pad>", "<eos>", "<user>", "<assistant>", "<tools>", *(f"w{number}" for number in range(200))]
-TEMPLATE = (
-    "{% if tools %}<tools> {{ tools | length }} w1 w2 w3 w4 w5 w6 {% endif %}"
-    "{% for message in messages %}<{{ message.role }}> {{ message.content }} {% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}"
-)
-
-
-def make_tokenizer(**kwargs: Any) -> PreTrainedTokenizerFast:
-    core = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="<unk>"))
-    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    given = {"unk_token": "<unk>", "pad_token": "<pad>", "eos_token": "<eos>", "chat_template": TEMPLATE, **kwargs}
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=core, **{name: value for name, value in given.items() if value is not None}
-    )
-    tokenizer.name_or_path = "tiny-model"
-    return tokenizer
 
 
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerFast:
     return make_tokenizer()
-
-
-def words(count: int, first: int = 0) -> str:
-    return " ".join(f"w{(first + number) % 200}" for number in range(count))
-
-
-def chat(text: str) -> list[dict[str, str]]:
-    return [{"role": "user", "content": text}]
-
-
-def write_rows(path: Path, rows: list[dict[str, Any]]) -> str:
-    pq.write_table(pa.Table.from_pylist(rows), path)
-    return str(path)
-
-
-def write_prompts(path: Path, lengths: list[int], **more: Any) -> str:
-    """Prompts of so many words each; the template adds two tokens."""
-    return write_rows(path, [{"prompt": chat(words(n, number)), **more} for number, n in enumerate(lengths)])
 
 
 def uids(batch: DataProto) -> list[str]:
