@@ -149,8 +149,10 @@ def test_a_death_is_named_by_the_calls_that_need_what_it_took(ray_here):
         os.kill(backend._processes["p"].places[1].mark.pid, 9)
         with pytest.raises(WorkerDied, match=r"role 'echo', rank 1 .*method 'double': its process ended"):
             needs.get()
-        with pytest.raises(GroupStopped):
+        with pytest.raises(WorkerDied, match="rank 1"):
             f.get()
+        with pytest.raises(GroupStopped):
+            groups["echo"].describe()
         assert kept.get().batch["double"].tolist() == [0, 2, 4, 6], "rows outlive the process that made them"
         assert len(groups["apart"].describe()) == 1
     finally:

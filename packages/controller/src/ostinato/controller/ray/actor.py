@@ -103,7 +103,9 @@ class HostActor:
         Returns:
             A `Status`, then what the contract says: the value, or the blocks of the rows by slot.
         """
-        status, result = self._guard(role, lambda: self._served(role, method, contract, arguments, values))
+        call = partial(self._host.call, role, method)
+        # Ray wraps every method of an actor, whose frames would stand in the traceback: no method in between.
+        status, result = self._guard(role, partial(served, call, arguments, values, contract, method))
         if status.failure is not None:
             rank, node = self._host.place(role)
             failure = status.failure
@@ -118,9 +120,6 @@ class HostActor:
         if left is None:
             return status, value
         return Status(None, status.revision, left), *packed(value, left, contract.num_slots)
-
-    def _served(self, role: str, method: str, contract: Contract, arguments: Arguments, values: Any) -> Any:
-        return served(partial(self._host.call, role, method), arguments, values, contract, method)
 
     def close(self) -> tuple[Status, None]:
         """Close all workers."""
