@@ -85,7 +85,7 @@ def test_engine_extras_conflict_in_every_member_that_shows_them():
 def test_importing_every_wheel_touches_no_environment_and_no_logging():
     modules = [CONFIGS[path]["tool"]["uv"]["build-backend"]["module-name"] for path in PROJECTS]
     code = (
-        "import importlib, logging, os, torch, transformers.generation  # which do touch it\n"
+        "import importlib, logging, os, tensordict, torch, transformers.generation  # which do touch it\n"
         "before, handlers = dict(os.environ), list(logging.getLogger().handlers)\n"
         f"for name in {modules!r}: importlib.import_module(name)\n"
         "import sys; changed = {k for k in set(before) | set(os.environ) if before.get(k) != os.environ.get(k)}\n"

@@ -7,7 +7,7 @@ import torch
 
 from ostinato.rollout.base import TensorSpec
 from ostinato.workers.core.config import ModelConfig, OptimConfig
-from ostinato.workers.core.export import export_hf
+from ostinato.workers.core.export import export_hf, share
 from ostinato.workers.core.testing import PlainEngine, tiny_causal_lm
 
 
@@ -104,3 +104,12 @@ def test_export_replaces_an_older_folder(tmp_path, lm_path):
         (tmp_path / "out" / "stale").touch()
     export_hf(engine.weight_source(), replace(model), tmp_path / "out", head="lm", writes=True)
     assert not (tmp_path / "out" / "stale").exists()
+
+
+def test_export_files_may_be_read_by_others(tmp_path):
+    secret = tmp_path / "model.safetensors"
+    secret.touch(mode=0o600)
+    plain = tmp_path / "plain"
+    plain.touch()
+    share(tmp_path)
+    assert secret.stat().st_mode == plain.stat().st_mode

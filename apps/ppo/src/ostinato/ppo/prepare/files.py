@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from ostinato.workers.core.export import share
+
 
 @contextmanager
 def write_whole(path: Path) -> Iterator[Path]:
@@ -22,6 +24,8 @@ def write_whole(path: Path) -> Iterator[Path]:
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         yield part
+        if part.is_dir():
+            share(part)
         os.replace(part, path)
     finally:
         if part.is_dir():

@@ -59,7 +59,7 @@ def init_ray(
     options: dict[str, Any] = {
         "log_to_driver": log_to_driver,
         "namespace": namespace,
-        "logging_level": logging.WARNING,
+        "logging_level": logging.ERROR,  # a warning at every start, that this local cluster has a token, says little
         "runtime_env": {"env_vars": dict(env_vars)} if env_vars else None,
     }
     address = address or os.environ.get("RAY_ADDRESS")

@@ -43,6 +43,7 @@ def export_hf(source: WeightSource, model: ModelConfig, path: Path, *, head: str
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     _write(kept, model, partial, head)
+    share(partial)
     replaced = path.with_name(f".{path.name}.replaced")
     shutil.rmtree(replaced, ignore_errors=True)  # a run that died right here left it behind
     if path.exists():
@@ -50,6 +51,14 @@ def export_hf(source: WeightSource, model: ModelConfig, path: Path, *, head: str
     os.replace(partial, path)
     shutil.rmtree(replaced, ignore_errors=True)
     logger.info("%d weights exported to %s", len(kept), path)
+
+
+def share(folder: Path) -> None:
+    """Give a folder's files the rights of any new file; safetensors writes them for the owner alone."""
+    umask = os.umask(0)
+    os.umask(umask)
+    for file in folder.iterdir():
+        file.chmod(0o666 & ~umask)
 
 
 def _write(weights: dict[str, torch.Tensor], model: ModelConfig, folder: Path, head: str) -> None:
