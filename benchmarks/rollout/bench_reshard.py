@@ -117,10 +117,10 @@ def measure(engine: FsdpEngine, rollout: Any, megabytes: int, repeat: int) -> di
     }
 
 
-def check_answers(engine: FsdpEngine, rollout: Any) -> None:
+def check_answers(engine: FsdpEngine, rollout: Any, config: RolloutConfig) -> None:
     """The engine holds exactly what was sent, and answers."""
     with reshard(engine.weight_source(), rollout, check=True):
-        assert len(rollout.generate(make_prompts([[5, 6, 7]]), RolloutConfig(name="fake").sampling())) == 1
+        assert len(rollout.generate(make_prompts([[5, 6, 7]]), config.sampling())) == 1
 
 
 def main() -> None:
@@ -153,7 +153,7 @@ def main() -> None:
             )
             rollout = build_rollout(config, model_path=folder, device=device)
             row = {"engine": options.engine, "size": size, **measure(engine, rollout, options.bucket, options.repeat)}
-            check_answers(engine, rollout)
+            check_answers(engine, rollout, config)
             print(json.dumps(row), flush=True)
             rollout.close()
             del engine, rollout

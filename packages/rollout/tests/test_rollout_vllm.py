@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import importlib.util
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
@@ -38,7 +40,7 @@ Engines = Callable[[RolloutConfig, Path], Any]
 def setting(tmp_path_factory) -> Setting:
     # Several engines live in this process, and only one could sleep.
     overrides = {"free_cache_engine": False, "gpu_memory_utilization": 0.05}
-    return Setting("vllm", tmp_path_factory.mktemp("vllm"), atol=1e-3 if GPU else 2e-4, overrides=overrides)
+    return Setting("vllm", tmp_path_factory.mktemp("vllm"), atol=5e-3 if GPU else 2e-4, overrides=overrides)
 
 
 @pytest.fixture(scope="module")
@@ -74,17 +76,17 @@ def test_vllm_marks_aborted_rows(engines: Engines, setting: Setting):
     """H-46 with a real engine that is told to give up a request."""
 
     def abort(rollout: Any, rows: Collection[int]) -> None:
-        engine = rollout._engine.llm_engine
-        step = type(engine).step.__get__(engine)
+        core = rollout._engine.llm_engine.engine_core
+        get_output = type(core).get_output.__get__(core)
         names = [str(rollout._requests + row) for row in rows]
 
-        def stepping():
+        def getting():
             if names:
-                engine.abort_request(names.copy())
+                core.abort_requests(names.copy())
                 names.clear()
-            return step()
+            return get_output()
 
-        engine.step = stepping if rows else step
+        core.get_output = getting if rows else get_output
 
     check_aborted_rows(engines, replace(setting, abort=abort))
 
@@ -130,6 +132,27 @@ def test_vllm_a_load_given_up_half_way_is_followed_by_a_whole_one(engine: Any, s
         engine.sleep()
     with reshard(ModuleWeights(module), engine, check=True):
         pass
+
+
+def test_vllm_an_interrupted_call_leaves_nothing_behind(engine: Any, setting: Setting, monkeypatch):
+    """What stops a call half way (Ctrl-C, a full device) must not be answered by the next one."""
+    _, module = setting.model()
+    prompts, sampling = make_prompts([[5, 6, 7]] * 3), setting.config().sampling(eos_token_ids=())
+    with reshard(ModuleWeights(module), engine):
+        expected = engine.generate(prompts, sampling).batch["responses"]
+        core = engine._engine.llm_engine.engine_core
+        calls, get_output = iter(range(9)), type(core).get_output.__get__(core)
+
+        def stop():
+            if next(calls) == 3:
+                raise KeyboardInterrupt
+            return get_output()
+
+        with monkeypatch.context() as patch:
+            patch.setattr(core, "get_output", stop)
+            with pytest.raises(KeyboardInterrupt):
+                engine.generate(prompts, sampling)
+        assert torch.equal(engine.generate(prompts, sampling).batch["responses"], expected)
 
 
 def test_vllm_wrong_shape_is_refused(engine: Any):
@@ -189,36 +212,6 @@ def test_vllm_bad_input_is_refused_before_anything_is_built(changes, key, settin
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_vllm_conforms_asleep_between_calls_on_a_gpu(dtype: str, tmp_path):
-    """With sleep level 2: memory is unmapped between generations. One such engine fits into a process."""
-    living: list[tuple[tuple[str, Path], Rollout]] = []
-
-    def make(config: RolloutConfig, path: Path) -> Rollout:
-        key = (repr(config), path)
-        if not living or living[0][0] != key:
-            if living:
-                living.pop()[1].close()
-            living.append((key, build_rollout(config, model_path=path, device="cuda")))
-        return living[0][1]
-
-    exclude = set() if dtype == "float32" else {"check_prompt_lengths", "check_split", "check_left_padding"}
-    setting = Setting(
-        "vllm",
-        tmp_path,
-        dtype=dtype,
-        atol=1e-3 if dtype == "float32" else 0.25,
-        overrides={"gpu_memory_utilization": 0.05},
-    )
-    from ostinato.rollout.testing import checks
-
-    for check in checks(setting):
-        if check.__name__ not in exclude:
-            check(make, setting)
-    living.pop()[1].close()
-
-
-@pytest.mark.gpu
 def test_vllm_conforms_in_bfloat16_on_a_gpu(tmp_path):
     exclude = {"check_prompt_lengths", "check_split", "check_left_padding"}
     overrides = {"free_cache_engine": False, "gpu_memory_utilization": 0.05}
@@ -226,3 +219,47 @@ def test_vllm_conforms_in_bfloat16_on_a_gpu(tmp_path):
     run_conformance(
         lambda config, path: build_rollout(config, model_path=path, device="cuda"), setting, exclude=exclude
     )
+
+
+SLEEPER = """
+import sys, tempfile, torch
+from pathlib import Path
+from ostinato.rollout import build_rollout
+from ostinato.rollout.testing import Setting, checks
+
+dtype = sys.argv[1]
+overrides = {"gpu_memory_utilization": 0.05}
+atol = 5e-3 if dtype == "float32" else 0.25
+setting = Setting("vllm", Path(tempfile.mkdtemp()), dtype=dtype, atol=atol, overrides=overrides)
+rollout = build_rollout(setting.config(), model_path=setting.model()[0], device="cuda")
+awake = torch.cuda.mem_get_info()[0]
+# Other configurations and the untied model of the last check need engines of their own; one that sleeps fits.
+left_out = {"check_limits", "check_new_weights"}
+if dtype != "float32":
+    left_out |= {"check_prompt_lengths", "check_split", "check_left_padding"}
+for check in checks(setting):
+    if check.__name__ not in left_out:
+        check(lambda *_: rollout, setting)
+from ostinato.rollout.reshard import reshard
+from ostinato.rollout.testing import ModuleWeights, make_prompts
+for seed in (0, 1, 0):
+    with reshard(ModuleWeights(setting.model(seed=seed)[1]), rollout, check=True):
+        inside = torch.cuda.mem_get_info()[0]
+        rollout.generate(make_prompts([[5, 6, 7]]), setting.config().sampling())
+outside = torch.cuda.mem_get_info()[0]
+assert outside - inside > 2 << 30, (inside, outside)
+# A load that is given up while only the weights are awake gives them back.
+rollout.wake("weights")
+rollout.sleep()
+assert torch.cuda.mem_get_info()[0] >= outside - (64 << 20)
+rollout.close()
+print("conforms")
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_vllm_conforms_asleep_between_calls_on_a_gpu(dtype: str):
+    """With memory unmapped between generations; such an engine wants a process of its own."""
+    run = subprocess.run([sys.executable, "-c", SLEEPER, dtype], capture_output=True, text=True, timeout=300)
+    assert run.stdout.strip().endswith("conforms"), run.stderr[-4000:]

@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -130,16 +131,20 @@ def _compare_checksums(sent: Mapping[str, int], held: Mapping[str, int], wanted:
         )
 
 
-def _free_cached_memory() -> None:
-    """Hand back what torch's allocator keeps, so that another allocator on the device can have it."""
-    if torch.cuda.is_initialized():
+def _free_cached_memory(rollout: Rollout) -> None:
+    """Hand back what torch's allocator keeps, so that another allocator on the device can have it.
+
+    An engine in this process that looks at the device itself (`makes_room`) asks for that only where it is short:
+    training would have to take the same memory again in each step.
+    """
+    if torch.cuda.is_initialized() and not getattr(rollout, "makes_room", False):
         torch.cuda.empty_cache()
 
 
 def _undo(rollout: Rollout, restore: Callable[[], None] | None) -> list[BaseException]:
     """Put the engine to sleep and training state back; both are tried, and what failed is returned."""
     failures: list[BaseException] = []
-    for step in (rollout.sleep, _free_cached_memory, restore):
+    for step in (rollout.sleep, partial(_free_cached_memory, rollout), restore):
         try:
             if step is not None:
                 step()
@@ -184,7 +189,7 @@ def reshard(
         sync_weights(source, rollout, bucket_megabytes=bucket_megabytes, check=check)
         if park is not None:
             park()
-        _free_cached_memory()
+        _free_cached_memory(rollout)
         rollout.wake("kv_cache")
         yield rollout
     except BaseException as error:

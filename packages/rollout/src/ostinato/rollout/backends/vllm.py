@@ -12,7 +12,7 @@ import gc
 import logging
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _MEBIBYTE = 1 << 20
+# What is left free on the device beside an engine that wakes, for libraries that take their own.
+_MARGIN_BYTES = 512 * _MEBIBYTE
 
 
 # --- what differs between versions and builds of vLLM -----------------------------------------------------------------
@@ -98,18 +100,31 @@ def _pack_for_cpu(layer: torch.nn.Module) -> None:
     dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
 
 
-def _discard(executor: Any, worker: Any, tag: str) -> None:
-    """Give back what carries one tag while the rest sleeps already; vLLM 0.24 takes a whole engine to sleep or none."""
+def _sleeping_memory(tag: str) -> int:
+    """Bytes that an engine in this process takes again when what carries the tag wakes."""
+    from vllm.device_allocator.cumem import CuMemAllocator
+
+    allocator = CuMemAllocator.get_instance()
+    return sum(data.handle[1] for data in allocator.pointer_to_data.values() if data.tag == tag)
+
+
+def _discard(executor: Any, worker: Any, tags: Iterable[str]) -> None:
+    """Give back the memory that carries these tags.
+
+    `LLM.sleep` takes a whole engine to sleep or, where a part of it sleeps already, nothing, and it empties torch's
+    cache, which training must then fill anew in each step.
+    """
+    torch.cuda.synchronize()
     if hasattr(worker, "discard"):
-        worker.discard((tag,))
+        worker.discard(tuple(tags))
     else:
         from vllm.device_allocator.cumem import CuMemAllocator, unmap_and_release
 
-        torch.cuda.synchronize()
         for data in CuMemAllocator.get_instance().pointer_to_data.values():
-            if data.tag == tag:
+            if data.tag in tags:
                 unmap_and_release(data.handle)
-    executor.sleeping_tags.add(tag)
+    executor.sleeping_tags |= set(tags)
+    executor.is_sleeping = True
 
 
 # The second model runner of vLLM draws per-request seeds in one kernel, where the first one launches a kernel a row.
@@ -220,6 +235,7 @@ class VllmRollout:
         self._plan = None if self._device.type == "cpu" else CopyPlan(self._model)
         self._recorded = False
         self._awake: set[str] = {"weights", "kv_cache"}
+        self._buffers = {name: buffer.cpu() for name, buffer in self._model.named_buffers()} if self._sleeps else {}
         if not loaded:
             self._fall_asleep()
 
@@ -298,14 +314,21 @@ class VllmRollout:
     # --- memory ---
 
     @property
-    def _executor(self) -> Any:
-        return self._engine.llm_engine.model_executor
+    def makes_room(self) -> bool:
+        """Whether `wake` empties torch's cache by itself where the device is short of memory."""
+        return True
 
     def wake(self, tag: WakeTag) -> None:
         """Map memory for the weights or for the cache again (a GPU with `free_cache_engine`)."""
         self._state.wake(tag)
         if self._sleeps and tag not in self._awake:
+            if torch.cuda.mem_get_info(self._device)[0] < _sleeping_memory(tag) + _MARGIN_BYTES:
+                torch.cuda.empty_cache()
             self._engine.wake_up(tags=[tag])
+            if tag == "weights":
+                # Tables that no load brings, such as those of rotary positions.
+                for name, buffer in self._model.named_buffers():
+                    buffer.copy_(self._buffers[name])
         self._awake.add(tag)
 
     def sleep(self) -> None:
@@ -316,11 +339,8 @@ class VllmRollout:
         self._fall_asleep()
 
     def _fall_asleep(self) -> None:
-        if self._sleeps and self._awake == {"weights", "kv_cache"}:
-            self._engine.sleep(level=2)
-        elif self._sleeps and self._awake:
-            for tag in sorted(self._awake):
-                _discard(self._executor, self._worker, tag)
+        if self._sleeps and self._awake:
+            _discard(self._engine.llm_engine.model_executor, self._worker, self._awake)
         self._awake.clear()
 
     def close(self) -> None:
@@ -471,7 +491,6 @@ class VllmRollout:
 
     def _requests_of(self, limits: list[int], numbers: np.ndarray, sampling: SamplingParams) -> Iterator[Any]:
         from vllm import SamplingParams as EngineSampling
-        from vllm.sampling_params import RequestOutputKind
 
         # Greedy tokens of a temperature other than 1 are drawn from one token, because log-probabilities keep it.
         plain_greedy = sampling.greedy and sampling.log_prob_temperature == 1
@@ -493,28 +512,37 @@ class VllmRollout:
                 ignore_eos=True,
                 stop_token_ids=None if sampling.ignore_eos else list(ends),
                 logprobs=0,
-                flat_logprobs=True,
                 detokenize=False,
-                output_kind=RequestOutputKind.FINAL_ONLY,
+                skip_clone=True,
             )
 
     def _run(
         self, token_lists: list[list[int]], limits: list[int], numbers: np.ndarray, sampling: SamplingParams
     ) -> list[_Answer]:
+        # Requests go to the engine's core and tokens come from there: what lies between them and `LLM.generate` makes
+        # texts, and takes as long as a forward pass of a small model.
         engine = self._engine.llm_engine
+        core, tasks = engine.engine_core, engine.get_supported_tasks()
         answers: dict[str, _Answer] = {}
-        for tokens, params in zip(token_lists, self._requests_of(limits, numbers, sampling), strict=True):
-            name = str(self._requests)
-            self._requests += 1
-            engine.add_request(name, {"type": "token", "prompt_token_ids": tokens}, params)
-            answers[name] = _Answer()
-        while engine.has_unfinished_requests():
-            for output in engine.step():
-                if output.finished:
-                    completion, answer = output.outputs[0], answers[output.request_id]
-                    answer.token_ids = list(completion.token_ids)
-                    answer.log_probs = completion.logprobs.logprobs
-                    answer.reason = completion.finish_reason
+        try:
+            for tokens, params in zip(token_lists, self._requests_of(limits, numbers, sampling), strict=True):
+                name = str(self._requests)
+                self._requests += 1
+                prompt = {"type": "token", "prompt_token_ids": tokens}
+                core.add_request(engine.input_processor.process_inputs(name, prompt, params, supported_tasks=tasks))
+                answers[name] = _Answer()
+            while core.engine_core.has_work():
+                for output in core.get_output().outputs:
+                    answer = answers[output.request_id]
+                    answer.token_ids += output.new_token_ids
+                    if output.new_logprobs is not None:
+                        answer.log_probs += output.new_logprobs.logprobs[:, 0].tolist()
+                    if output.finish_reason is not None:
+                        answer.reason = str(output.finish_reason)
+        except BaseException:
+            # The next call must not answer the rest of this one.
+            core.abort_requests(list(answers))
+            raise
         return list(answers.values())
 
     def _padded(self, answers: list[_Answer], prompts: DataProto) -> PaddedResponses:
