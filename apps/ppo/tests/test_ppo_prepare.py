@@ -14,7 +14,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from ostinato.ppo.prepare import gsm8k, smollm2
+from ostinato.ppo.prepare import gsm8k, largest, smollm2
 from ostinato.ppo.prepare.files import write_whole
 
 REAL = Path(os.environ.get("OSTINATO_GSM8K", Path(__file__).parents[3].parent / "shared" / "data" / "gsm8k"))
@@ -150,3 +150,16 @@ def test_programs_show_their_help_quickly(program: str):
     )
     assert "--local_dir" in done.stdout
     assert time.monotonic() - start < 10
+
+
+def test_largest_replaces_its_model_and_nothing_else(tmp_path: Path):
+    largest.prepare(tmp_path, seed=0)
+    before = (tmp_path / "model" / "model.safetensors").read_bytes()
+    largest.prepare(tmp_path, seed=1)
+    assert (tmp_path / "model" / "model.safetensors").read_bytes() != before
+    other = tmp_path / "other"
+    (other / "model").mkdir(parents=True)
+    (other / "model" / "thesis.txt").write_text("years of work")
+    with pytest.raises(FileExistsError, match="is no model"):
+        largest.prepare(other)
+    assert (other / "model" / "thesis.txt").exists()

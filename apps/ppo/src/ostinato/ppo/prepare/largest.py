@@ -16,6 +16,7 @@ import itertools
 import logging
 import os
 import random
+import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -121,14 +122,18 @@ def prepare(local_dir: str | os.PathLike[str], seed: int = 0) -> dict[str, int]:
 
     Returns:
         Rows by split, and the model's `parameters`.
+
+    Raises:
+        FileExistsError: `model/` is there and holds something else than a model.
     """
     out = Path(local_dir).expanduser()
     out.mkdir(parents=True, exist_ok=True)
     counts = write_data(out)
     model = out / "model"
     if model.is_dir():
-        for file in model.iterdir():
-            file.unlink()
+        if any(model.iterdir()) and not (model / "config.json").is_file():
+            raise FileExistsError(f"--local_dir {out}: {model} is there and is no model; name another folder")
+        shutil.rmtree(model)
     counts["parameters"] = write_model(model, seed)
     logger.info("%s: %s", out, ", ".join(f"{value:,} {name}" for name, value in counts.items()))
     return counts
@@ -143,7 +148,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0, help="seed of the model's random weights (default 0)")
     options = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    prepare(options.local_dir, options.seed)
+    try:
+        prepare(options.local_dir, options.seed)
+    except OSError as error:
+        parser.exit(1, f"{parser.prog}: {error}\n")
 
 
 if __name__ == "__main__":
