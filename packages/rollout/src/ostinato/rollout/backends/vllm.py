@@ -531,7 +531,7 @@ class VllmRollout:
                 prompt = {"type": "token", "prompt_token_ids": tokens}
                 core.add_request(engine.input_processor.process_inputs(name, prompt, params, supported_tasks=tasks))
                 answers[name] = _Answer()
-            while core.engine_core.has_work():
+            while core.engine_core.scheduler.has_requests() or core.engine_core.batch_queue:
                 for output in core.get_output().outputs:
                     answer = answers[output.request_id]
                     answer.token_ids += output.new_token_ids
