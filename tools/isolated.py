@@ -75,7 +75,7 @@ def main() -> None:
         if version not in others:
             print(f"isolated: no Python {version} on this machine; protocol and algos not tried on it")
     with tempfile.TemporaryDirectory(prefix="ostinato-isolated-") as scratch:
-        dist, pins = Path(scratch) / "dist", Path(scratch) / "pins.txt"
+        dist = Path(scratch) / "dist"
         subprocess.run([uv, "build", "--quiet", "--all-packages", "--wheel", "--out-dir", dist], cwd=ROOT, check=True)
         export = [
             uv,
@@ -88,7 +88,11 @@ def main() -> None:
             "--no-annotate",
         ]
         lines = subprocess.run(export, cwd=ROOT, check=True, capture_output=True, text=True).stdout.splitlines()
-        pins.write_text("\n".join(line.split(";")[0].strip() for line in lines if not line.startswith(("#", "-"))))
+        locked = [line.split(";")[0].strip() for line in lines if not line.startswith(("#", "-"))]
+        pins = {"3.12": Path(scratch) / "locked.txt", "other": Path(scratch) / "tensors.txt"}
+        pins["3.12"].write_text("\n".join(locked))
+        # The lock is for 3.12: what goes with these two elsewhere may have to be another version.
+        pins["other"].write_text("\n".join(pin for pin in locked if pin.startswith(("torch==", "tensordict=="))))
         for project in sorted([*ROOT.glob("packages/*/pyproject.toml"), *ROOT.glob("apps/*/pyproject.toml")]):
             config = tomllib.loads(project.read_text())
             name, module = config["project"]["name"], config["tool"]["uv"]["build-backend"]["module-name"]
@@ -97,7 +101,9 @@ def main() -> None:
                 venv = Path(scratch) / "venv"
                 subprocess.run([uv, "venv", "--quiet", "--clear", "--python", python, venv], check=True)
                 install = [uv, "pip", "install", "--quiet", "--python", venv / "bin/python", "--find-links", dist]
-                subprocess.run([*install, "--constraint", pins, name], check=True, cwd=scratch)
+                subprocess.run(
+                    [*install, "--constraint", pins.get(version, pins["other"]), name], check=True, cwd=scratch
+                )
                 code = probe(module, ALLOWED.get(name, set()))
                 run = [venv / "bin/python", "-c", code]
                 done = subprocess.run(run, cwd=scratch, capture_output=True, text=True)
