@@ -8,6 +8,7 @@ from ostinato.controller import PlacementError, ResourcePool, ResourcePoolManage
 from ostinato.controller.ray.actor import ProcessPlace
 from ostinato.controller.ray.group import in_rank_order
 from ostinato.controller.ray.pool import fits
+from ostinato.controller.ray.transport import Ledger
 
 
 def test_pool_counts_its_slots_and_what_they_reserve():
@@ -79,7 +80,7 @@ def place(node: str, port: int, *devices: str) -> ProcessPlace:
 
 def test_processes_are_ordered_by_rank_and_not_by_slot():
     """H-08: slots on nodes A, B, A hold ranks 0, 2, 1."""
-    processes = in_rank_order(["s0", "s1", "s2"], [place("A", 1), place("B", 2), place("A", 3)], "cpu")
+    processes = in_rank_order(["s0", "s1", "s2"], [place("A", 1), place("B", 2), place("A", 3)], "cpu", Ledger())
     assert processes.actors == ["s0", "s2", "s1"]
     contexts = [processes.context(rank, "actor") for rank in range(3)]
     assert [(c.rank, c.local_rank, c.local_world_size) for c in contexts] == [(0, 0, 2), (1, 1, 2), (2, 0, 1)]
@@ -88,7 +89,7 @@ def test_processes_are_ordered_by_rank_and_not_by_slot():
 
 def test_gpu_processes_see_their_nodes_devices_in_order_of_local_ranks():
     places = [place("A", 1, "3"), place("B", 2, "0"), place("A", 3, "1")]
-    processes = in_rank_order(["s0", "s1", "s2"], places, "cuda")
+    processes = in_rank_order(["s0", "s1", "s2"], places, "cuda", Ledger())
     env = [processes.env_vars(rank) for rank in range(3)]
     assert [e["CUDA_VISIBLE_DEVICES"] for e in env] == ["3,1", "3,1", "0"]
     assert [(e["RANK"], e["LOCAL_RANK"], e["LOCAL_WORLD_SIZE"]) for e in env] == [
