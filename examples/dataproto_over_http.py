@@ -10,7 +10,7 @@ from ostinato.protocol import DataProto
 
 
 class Score(BaseHTTPRequestHandler):
-    def do_POST(self):  # noqa: N802  (the library's name)
+    def do_POST(self):
         batch = DataProto.from_bytes(self.rfile.read(int(self.headers["Content-Length"])))
         scored = batch.union(DataProto.from_dict({"score": batch.batch["input_ids"].sum(-1).float()}))
         self.send_response(200)
