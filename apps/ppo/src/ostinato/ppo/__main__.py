@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import signal
 import sys
 from collections.abc import Sequence
 
 from ostinato.ppo import cli
-from ostinato.ppo.ending import INTERRUPTED
 
 __all__ = ["main"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command as a whole process; see `cli.main`."""
-    code = cli.main(argv)
-    if code == INTERRUPTED:  # nothing is left to stop: one more Ctrl-C would only break off the interpreter's exit
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-    return code
+    """Run one command, as the last thing that this process does; see `cli.main`."""
+    return cli.main(argv, exits=True)
 
 
 if __name__ == "__main__":

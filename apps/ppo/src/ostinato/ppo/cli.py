@@ -64,17 +64,18 @@ Lists are written [a,b]. Every key, its type, default and meaning: docs/config.m
 """
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, *, exits: bool = False) -> int:
     """Check a command, print its plan, and run it.
 
     Args:
         argv: arguments without the program's name; None takes the process's own.
+        exits: the process ends after this; see `CtrlC`.
 
     Returns:
         Exit code: 0 done, 1 this machine cannot run it or the run failed on its way, 2 the command is faulty, 130
         Ctrl-C ended it.
     """
-    with CtrlC() as ctrl_c:
+    with CtrlC(exits=exits) as ctrl_c:
         try:
             return _main(argv, ctrl_c)
         except KeyboardInterrupt:

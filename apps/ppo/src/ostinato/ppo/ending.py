@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 import threading
@@ -17,35 +16,41 @@ if TYPE_CHECKING:
 INTERRUPTED = 130
 """Exit code of a run that Ctrl-C ended: 128 + SIGINT."""
 
-_SHOW_CURSOR = b"\x1b[?25h"
-"""The progress bar hides the cursor."""
+PATIENCE_S = 30
+"""Seconds that an interrupted run gets to close what it has opened (it takes a few), before the kernel ends it."""
 
 
 class CtrlC:
     """A `with` block that Ctrl-C ends in order.
 
-    The first Ctrl-C raises `KeyboardInterrupt` in the block. One that comes while the block is still unwinding ends the
-    process at once; what it started ends with it. Where SIGINT is ignored (`nohup`), or this is not the main thread,
-    nothing is changed.
+    The first Ctrl-C raises `KeyboardInterrupt` in the block; those that come while it unwinds change nothing, so that
+    what the block has started is closed. Where SIGINT is ignored (`nohup`), or this is not the main thread, nothing is
+    changed.
+
+    Args:
+        exits: the process ends after the block: once interrupted, it ignores Ctrl-C until it is gone.
 
     Attributes:
         text: says what was interrupted and how it goes on; replaced once there is a run.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, exits: bool = False) -> None:
+        self._exits = exits
         self.text: Callable[[], str] = lambda: "ostinato-ppo: interrupted; nothing was started"
         self._before: Any = None
 
     def __enter__(self) -> Self:
         main = threading.current_thread() is threading.main_thread()
         if main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-            self._before = signal.signal(signal.SIGINT, self._first)
+            self._before = signal.signal(signal.SIGINT, self._interrupt)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._before is not None:
+        interrupted = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+        if self._before is not None and not (interrupted and self._exits):
+            signal.alarm(0)
             signal.signal(signal.SIGINT, self._before)
 
     def say(self) -> int:
@@ -54,17 +59,10 @@ class CtrlC:
         sys.stderr.flush()
         return INTERRUPTED
 
-    def _first(self, number: int, frame: FrameType | None) -> NoReturn:
-        signal.signal(signal.SIGINT, self._again)
+    def _interrupt(self, number: int, frame: FrameType | None) -> NoReturn:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.alarm(PATIENCE_S)
         raise KeyboardInterrupt
-
-    def _again(self, number: int, frame: FrameType | None) -> NoReturn:
-        try:  # not through the streams: one of them may be in the middle of a write
-            if sys.stdout.isatty():
-                os.write(1, _SHOW_CURSOR)
-            os.write(2, f"\n{self.text()}\n".encode())
-        finally:
-            os._exit(INTERRUPTED)
 
 
 def outlook(config: PpoConfig) -> str:

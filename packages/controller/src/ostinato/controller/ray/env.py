@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import socket
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -34,7 +36,7 @@ def init_ray(
     """Start Ray on this machine, or join a cluster; nothing happens if this process has joined one already.
 
     Call it before anything else imports ray, so that the settings made here count. Settings that the environment has
-    already are left alone.
+    already are left alone. A Ctrl-C that comes while Ray starts on this machine takes effect once it has started.
 
     Args:
         num_cpus: CPUs that this machine offers; None counts them. Not for a running cluster.
@@ -69,14 +71,15 @@ def init_ray(
         return
     if object_store_memory is None and not num_gpus and not _has_gpu():
         object_store_memory = min(2 * _GIBIBYTE, max(_free_memory() // 6, 80 * 1024**2))
-    ray.init(
-        address="local",
-        num_cpus=num_cpus,  # pyright: ignore[reportArgumentType]
-        num_gpus=num_gpus,  # pyright: ignore[reportArgumentType]
-        object_store_memory=object_store_memory,
-        include_dashboard=False,
-        **options,
-    )
+    with _ctrl_c_held_back():
+        ray.init(
+            address="local",
+            num_cpus=num_cpus,  # pyright: ignore[reportArgumentType]
+            num_gpus=num_gpus,  # pyright: ignore[reportArgumentType]
+            object_store_memory=object_store_memory,
+            include_dashboard=False,
+            **options,
+        )
 
 
 def shutdown_ray() -> None:
@@ -94,8 +97,8 @@ def ray_session(**options: Any) -> Iterator[None]:
 
     running = sys.modules.get("ray")
     ran_before = running is not None and running.is_initialized()
-    init_ray(**options)
     try:
+        init_ray(**options)
         yield
     finally:
         if not ran_before:
@@ -114,6 +117,23 @@ def require_ray() -> None:
         raise RayNotRunning(
             "RayBackend: Ray is not running in this process; call ostinato.controller.ray.init_ray() first"
         )
+
+
+@contextmanager
+def _ctrl_c_held_back() -> Iterator[None]:
+    """Let a SIGINT take effect after the block: where the start of Ray is broken off, its agents stay for a minute."""
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or before is None:
+        yield
+        return
+    came = threading.Event()
+    signal.signal(signal.SIGINT, lambda number, frame: came.set())
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if came.is_set():
+        signal.raise_signal(signal.SIGINT)
 
 
 def _require_answer(address: str, timeout_s: float = 10.0) -> None:
