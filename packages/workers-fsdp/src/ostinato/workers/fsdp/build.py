@@ -6,6 +6,7 @@ after another, so that no other rank ever holds the whole model.
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Iterator
 from itertools import pairwise
@@ -93,11 +94,18 @@ def _finish_head(module: nn.Module, config: PretrainedConfig) -> None:
             setattr(child, "attention_dropout", 0.0)  # noqa: B010 (a plain number, which nn.Module's stub does not know)
 
 
+def _in_dtype(config: PretrainedConfig, dtype: torch.dtype) -> PretrainedConfig:
+    """The config with another dtype: a token classifier of older transformers builds its body from the config's own."""
+    changed = copy.copy(config)
+    changed.dtype = dtype
+    return changed
+
+
 def make_meta_module(model: ModelConfig, config: PretrainedConfig, head: Head, dtype: torch.dtype) -> nn.Module:
     """The model without storage."""
     with torch.device("meta"):
         module = _auto_class(head).from_config(
-            config,
+            _in_dtype(config, dtype),
             dtype=dtype,
             trust_remote_code=model.trust_remote_code,
         )
@@ -123,7 +131,7 @@ def load_full_module(
     """
     module, report = _auto_class(head).from_pretrained(
         model.path,
-        config=config,
+        config=_in_dtype(config, dtype),
         dtype=dtype,
         trust_remote_code=model.trust_remote_code,
         output_loading_info=True,
