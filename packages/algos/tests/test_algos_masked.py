@@ -22,7 +22,7 @@ from ostinato.algos import (
 )
 from ostinato.algos.errors import unknown_name
 from ostinato.algos.groups import make_groups
-from ostinato.algos.scan import compact, discounted_sum, policy_ordinal, reward_to_go, spread
+from ostinato.algos.scan import PolicyTokens, discounted_sum, reward_to_go
 
 JUNK = (math.nan, math.inf, -math.inf)
 
@@ -101,22 +101,25 @@ def test_discounted_sum_equals_the_loop(length, coefficient, seed):
 @pytest.mark.parametrize("gamma", [0.0, 1e-3, 0.5, 0.99, 1.0])
 def test_reward_to_go_is_stable_over_long_rows(gamma):
     """A closed form that divides by γ^t would overflow here."""
-    rewards = torch.ones(1, 20_000)
+    rewards = torch.ones(1, 20_000, dtype=torch.float64)
     returns = reward_to_go(rewards, torch.ones(1, 20_000), gamma)
     first = 20_000.0 if gamma == 1.0 else (1 - gamma**20_000) / (1 - gamma)
     assert torch.isfinite(returns).all()
     assert returns[0, 0].item() == pytest.approx(first, rel=1e-12)
     assert returns[0, -1].item() == 1.0
+    single = reward_to_go(rewards.float(), torch.ones(1, 20_000), gamma)
+    assert single.dtype == torch.float32
+    torch.testing.assert_close(single.double(), returns, rtol=1e-6, atol=0)
 
 
 def test_policy_tokens_move_to_the_front_and_back():
     mask = torch.tensor([[1, 0, 0, 1, 1, 0], [0, 0, 0, 0, 0, 0], [0, 1, 1, 0, 0, 1], [1, 1, 1, 1, 1, 1]])
     values = torch.where(mask.bool(), torch.arange(1.0, 25.0).view(4, 6), math.nan)
-    ordinal = policy_ordinal(mask)
-    assert ordinal.tolist() == [[0, 1, 1, 1, 2, 3], [0] * 6, [0, 0, 1, 2, 2, 2], [0, 1, 2, 3, 4, 5]]
-    front = compact(values, mask, ordinal)
+    tokens = PolicyTokens(mask, torch.float64)
+    assert tokens.ordinal.tolist() == [[0, 1, 1, 1, 2, 3], [0] * 6, [0, 0, 1, 2, 2, 2], [0, 1, 2, 3, 4, 5]]
+    front = tokens.compact(values)
     assert front.tolist() == [[1, 4, 5, 0, 0, 0], [0] * 6, [14, 15, 18, 0, 0, 0], [19, 20, 21, 22, 23, 24]]
-    assert torch.equal(spread(front, mask, ordinal), torch.where(mask.bool(), values, 0).double())
+    assert torch.equal(tokens.spread(front), torch.where(mask.bool(), values, 0).double())
 
 
 @pytest.mark.parametrize(
@@ -145,9 +148,9 @@ def test_group_index_refuses_unhashable_labels():
 
 def test_groups_refuse_a_wrong_number_of_labels():
     with pytest.raises(ShapeError, match="groups has 2 entries, but there are 3 rows"):
-        make_groups("f", ["a", "b"], None, torch.ones(3, 1))
+        make_groups("f", ["a", "b"], None, torch.ones(3, 1), torch.ones(3))
     with pytest.raises(ShapeError, match="rollouts has 1 entries"):
-        make_groups("f", ["a", "b"], ["x"], torch.ones(2, 1))
+        make_groups("f", ["a", "b"], ["x"], torch.ones(2, 1), torch.ones(2))
 
 
 def test_errors_name_the_nearest_and_survive_pickling():

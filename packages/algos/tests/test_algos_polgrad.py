@@ -1,4 +1,4 @@
-"""Conformance to polgrad's reference semantics, where polgrad is installed; deviations are listed in DEVIATIONS.md."""
+"""Conformance to polgrad's reference semantics, where polgrad is installed; deviations are listed in docs/deviations.md."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def test_value_loss_conforms(clip):
 
 
 def test_deviations_have_the_size_that_is_written_down():
-    """DEVIATIONS.md: the cap of k3, and GSPO with advantages that differ along a row."""
+    """docs/deviations.md: the cap of k3, and GSPO with advantages that differ along a row."""
     x, y, mask = torch.tensor([[-8.0]]), torch.tensor([[-3.0]]), torch.ones(1, 1, dtype=torch.bool)
     assert kl_penalty(x, y, "k3").item() == 10.0
     k3 = polgrad.kl_estimate(x, y, polgrad.KLEstimator.K3, response_mask=mask)

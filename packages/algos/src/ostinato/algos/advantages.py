@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import torch
-from torch.nn.functional import pad
 
 from ostinato.algos._checks import check_not_negative, check_rows, check_same_shape, check_two_dims
 from ostinato.algos._typing import Labels, RowFloats, TokenFloats, TokenMask
-from ostinato.algos.groups import make_groups
-from ostinato.algos.masked import is_valid, masked_whiten, zero_masked
+from ostinato.algos.blocks import Moments, kept, mask_bits, row_blocks, whiten_
+from ostinato.algos.groups import scored_groups
+from ostinato.algos.masked import accumulation_dtype, is_valid, zero_masked
 from ostinato.algos.registry import register_adv_est
-from ostinato.algos.scan import compact, discounted_sum, policy_ordinal, reward_to_go, spread
+from ostinato.algos.scan import PolicyTokens, discounted_sum, reward_to_go
 
 BASELINE_EPSILON = 1e-8
 
@@ -51,14 +51,18 @@ def gae(
     check_same_shape("gae", token_level_rewards=token_level_rewards, response_mask=response_mask, values=values)
     check_not_negative("gae", gamma=gamma, lam=lam)
     valid = is_valid(response_mask)
-    ordinal = policy_ordinal(valid)
-    rewards = compact(token_level_rewards, valid, ordinal)
-    v = compact(values, valid, ordinal)
-    delta = rewards + gamma * pad(v[:, 1:], (0, 1)) - v
-    raw = discounted_sum(delta, gamma * lam)
-    dtype = token_level_rewards.dtype
-    advantages = masked_whiten(spread(raw, valid, ordinal), valid)
-    return advantages.to(dtype), spread(raw + v, valid, ordinal).to(dtype)
+    advantages, returns = (token_level_rewards.new_empty(valid.shape) for _ in range(2))
+    moments = Moments()
+    dtype = accumulation_dtype(token_level_rewards)
+    for part in row_blocks(token_level_rewards):
+        tokens = PolicyTokens(valid[part], dtype)
+        v = tokens.compact(values[part])
+        delta = tokens.compact(token_level_rewards[part]).sub_(v)
+        delta[:, :-1].add_(v[:, 1:], alpha=gamma)
+        advantages[part] = raw = tokens.spread(discounted_sum(delta, gamma * lam))
+        returns[part] = kept(values[part].to(dtype), tokens.bits).add_(raw)
+        moments.add(raw, tokens.bits)
+    return whiten_(advantages, valid, moments), returns
 
 
 @register_adv_est("reinforce_plus_plus")
@@ -88,9 +92,14 @@ def reinforce_plus_plus(
     check_two_dims("reinforce_plus_plus", "token_level_rewards", token_level_rewards)
     check_same_shape("reinforce_plus_plus", token_level_rewards=token_level_rewards, response_mask=response_mask)
     check_not_negative("reinforce_plus_plus", gamma=gamma)
-    returns = reward_to_go(token_level_rewards, response_mask, gamma)
-    dtype = token_level_rewards.dtype
-    return masked_whiten(returns, response_mask).to(dtype), returns.to(dtype)
+    valid = is_valid(response_mask)
+    advantages, returns = (token_level_rewards.new_empty(valid.shape) for _ in range(2))
+    moments = Moments()
+    for part in row_blocks(token_level_rewards):
+        to_go = reward_to_go(token_level_rewards[part], valid[part], gamma)
+        moments.add(to_go, mask_bits(valid[part], to_go.dtype))
+        advantages[part] = returns[part] = to_go
+    return whiten_(advantages, valid, moments), returns
 
 
 @register_adv_est("remax")
@@ -119,10 +128,13 @@ def remax(
     check_two_dims("remax", "token_level_rewards", token_level_rewards)
     check_same_shape("remax", token_level_rewards=token_level_rewards, response_mask=response_mask)
     check_rows("remax", "reward_baselines", reward_baselines, response_mask.shape[0])
-    returns = reward_to_go(token_level_rewards, response_mask, 1.0)
-    advantages = zero_masked(returns - reward_baselines.to(torch.float64)[:, None], response_mask)
-    dtype = token_level_rewards.dtype
-    return advantages.to(dtype), returns.to(dtype)
+    valid = is_valid(response_mask)
+    advantages, returns = (token_level_rewards.new_empty(valid.shape) for _ in range(2))
+    for part in row_blocks(token_level_rewards):
+        returns[part] = to_go = reward_to_go(token_level_rewards[part], valid[part], 1.0)
+        bits = mask_bits(valid[part], to_go.dtype)
+        advantages[part] = kept(to_go - reward_baselines[part, None].to(to_go.dtype), bits)
+    return advantages, returns
 
 
 @register_adv_est("optimal_token_baseline")
@@ -163,24 +175,17 @@ def optimal_token_baseline(
         for each position, with the squared norm in logit space as weight.
     """
     where = "optimal_token_baseline"
-    check_two_dims(where, "token_level_rewards", token_level_rewards)
-    check_same_shape(
-        where,
-        token_level_rewards=token_level_rewards,
-        response_mask=response_mask,
-        log_probs=log_probs,
-        sum_pi_squared=sum_pi_squared,
-    )
-    valid = is_valid(response_mask)
-    table = make_groups(where, groups, rollouts, valid)
-    returns = reward_to_go(token_level_rewards, valid, 1.0)
+    check_same_shape(where, response_mask=response_mask, log_probs=log_probs, sum_pi_squared=sum_pi_squared)
+    _, table = scored_groups(where, token_level_rewards, response_mask, groups, rollouts)
+    valid = table.valid
+    returns = reward_to_go(token_level_rewards.to(torch.float64), valid, 1.0)
     probability = zero_masked(log_probs.to(torch.float64), valid).exp()
     norm = 1.0 - 2.0 * probability + zero_masked(sum_pi_squared.to(torch.float64), valid)
     cumulative = zero_masked(zero_masked(norm, valid).cumsum(-1), valid)
     weight = cumulative / table.rows_in_unit.clamp(min=1)[table.unit][:, None]
 
     num_tokens = response_mask.shape[1]
-    ordinal = policy_ordinal(valid)
+    ordinal = PolicyTokens(valid, torch.float64).ordinal
     cell = (table.group[:, None] * num_tokens + ordinal).flatten()
     cells = returns.new_zeros(table.num_groups * num_tokens + 1)
     # A masked position has the ordinal of the policy token behind it; its weight is 0, so it adds nothing there.
@@ -188,8 +193,7 @@ def optimal_token_baseline(
     weights = cells.index_add(0, cell, weight.flatten())
     baseline = (weighted / (weights + BASELINE_EPSILON))[cell].view_as(returns)
 
-    row_length = valid.sum(-1).to(torch.float64)
-    unit_length = row_length.new_zeros(table.num_units).scatter_reduce(0, table.unit, row_length, "amax")
+    unit_length = table.lengths.new_zeros(table.num_units).scatter_reduce(0, table.unit, table.lengths, "amax")
     second = table.second_largest(unit_length)[1]
     compared = valid & table.counted[:, None] & (ordinal < second[table.group][:, None])
     dtype = token_level_rewards.dtype

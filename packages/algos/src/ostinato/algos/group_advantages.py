@@ -12,26 +12,24 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ostinato.algos._checks import check_not_negative, check_rows, check_same_shape, check_two_dims
+from ostinato.algos._checks import check_not_negative, check_rows
 from ostinato.algos._typing import Labels, RowFloats, TokenFloats, TokenMask
+from ostinato.algos.blocks import tile, whiten_rows
 from ostinato.algos.errors import ArgumentError
-from ostinato.algos.groups import Groups, make_groups
-from ostinato.algos.masked import is_valid, masked_whiten, zero_masked
+from ostinato.algos.groups import Groups, scored_groups
+from ostinato.algos.masked import zero_masked
 from ostinato.algos.registry import register_adv_est
 
 GROUP_STD_EPSILON = 1e-6
 
 
-def _row_scores(where: str, rewards: Tensor, response_mask: Tensor) -> Tensor:
-    check_two_dims(where, "token_level_rewards", rewards)
-    check_same_shape(where, token_level_rewards=rewards, response_mask=response_mask)
-    return zero_masked(rewards, response_mask).sum(-1, dtype=torch.float64)
+def _tile(row_advantages: Tensor, table: Groups, dtype: torch.dtype) -> tuple[TokenFloats, TokenFloats]:
+    """(B,) -> (B, R), on policy tokens of the rows that count, 0 elsewhere: as advantages and as returns.
 
-
-def _tile(row_advantages: Tensor, table: Groups, response_mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """(B,) -> (B, R): on policy tokens of the rows that count, 0 elsewhere."""
-    rows = zero_masked(row_advantages, table.counted).to(dtype)
-    return zero_masked(rows[:, None], response_mask)
+    Both are one tensor: a second copy would be half of what an estimator costs.
+    """
+    advantages = tile(zero_masked(row_advantages, table.counted), table.valid, dtype)
+    return advantages, advantages
 
 
 def _normalised(scores: Tensor, table: Groups, by_std: bool, epsilon: float) -> Tensor:
@@ -64,7 +62,7 @@ def grpo(
         epsilon: ε, in units of the score.
 
     Returns:
-        (B, R) advantages, and the same as returns; dtype of the rewards, exactly 0 under the mask.
+        (B, R) advantages, and the same tensor as returns; dtype of the rewards, exactly 0 under the mask.
 
     Raises:
         ShapeError: the shapes or the number of labels differ.
@@ -73,11 +71,9 @@ def grpo(
         Shao et al. 2024 (GRPO, arXiv 2402.03300), section 4.1.2; Liu et al. 2025 (Dr. GRPO, arXiv 2503.20783).
     """
     check_not_negative("grpo", epsilon=epsilon)
-    scores = _row_scores("grpo", token_level_rewards, response_mask)
-    table = make_groups("grpo", groups, rollouts, response_mask)
+    scores, table = scored_groups("grpo", token_level_rewards, response_mask, groups, rollouts)
     row = _normalised(scores, table, norm_adv_by_std_in_grpo, epsilon)
-    advantages = _tile(row, table, response_mask, token_level_rewards.dtype)
-    return advantages, advantages.clone()
+    return _tile(row, table, token_level_rewards.dtype)
 
 
 @register_adv_est("grpo_passk")
@@ -105,7 +101,7 @@ def grpo_passk(
         epsilon: ε, in units of the score.
 
     Returns:
-        (B, R) advantages, and the same as returns; dtype of the rewards, exactly 0 under the mask.
+        (B, R) advantages, and the same tensor as returns; dtype of the rewards, exactly 0 under the mask.
 
     Raises:
         ShapeError: the shapes or the number of labels differ.
@@ -114,8 +110,7 @@ def grpo_passk(
         Pass@k training with a leave-one-out maximum as baseline: Tang et al. 2025 (arXiv 2503.19595).
     """
     check_not_negative("grpo_passk", epsilon=epsilon)
-    scores = _row_scores("grpo_passk", token_level_rewards, response_mask)
-    table = make_groups("grpo_passk", groups, rollouts, response_mask)
+    scores, table = scored_groups("grpo_passk", token_level_rewards, response_mask, groups, rollouts)
     units = table.unit_mean(scores)
     largest, second = table.second_largest(units)
     lead = torch.where(table.size >= 2, largest - second, largest.new_zeros(()))
@@ -123,8 +118,7 @@ def grpo_passk(
         lead = lead / (table.std(table.centre(scores)[0]) + epsilon)
     is_best = units == largest[table.unit_group]
     row = torch.where(is_best[table.unit], lead[table.group], lead.new_zeros(()))
-    advantages = _tile(row, table, response_mask, token_level_rewards.dtype)
-    return advantages, advantages.clone()
+    return _tile(row, table, token_level_rewards.dtype)
 
 
 @register_adv_est("rloo")
@@ -148,7 +142,7 @@ def rloo(
         rollouts: (B) hashable labels; rows with one label in a group are one rollout.
 
     Returns:
-        (B, R) advantages, and the same as returns; dtype of the rewards, exactly 0 under the mask.
+        (B, R) advantages, and the same tensor as returns; dtype of the rewards, exactly 0 under the mask.
 
     Raises:
         ShapeError: the shapes or the number of labels differ.
@@ -157,12 +151,10 @@ def rloo(
         Kool et al. 2019, "Buy 4 REINFORCE samples, get a baseline for free!"; Ahmadian et al. 2024 (RLOO, arXiv
         2402.14740).
     """
-    scores = _row_scores("rloo", token_level_rewards, response_mask)
-    table = make_groups("rloo", groups, rollouts, response_mask)
+    scores, table = scored_groups("rloo", token_level_rewards, response_mask, groups, rollouts)
     factor = table.size / (table.size - 1).clamp(min=1)
     row = table.centre(scores)[0] * factor[table.group]
-    advantages = _tile(row, table, response_mask, token_level_rewards.dtype)
-    return advantages, advantages.clone()
+    return _tile(row, table, token_level_rewards.dtype)
 
 
 @register_adv_est("reinforce_plus_plus_baseline")
@@ -183,8 +175,8 @@ def reinforce_plus_plus_baseline(
         rollouts: (B) hashable labels; rows with one label in a group are one rollout.
 
     Returns:
-        (B, R) advantages, and the same as returns; dtype of the rewards, exactly 0 under the mask and in rows of a
-        group of one (which do not enter the whitening either).
+        (B, R) advantages, and the same tensor as returns; dtype of the rewards, exactly 0 under the mask and in rows of
+        a group of one (which do not enter the whitening either).
 
     Raises:
         ShapeError: the shapes or the number of labels differ.
@@ -193,12 +185,9 @@ def reinforce_plus_plus_baseline(
         Hu 2025 (REINFORCE++, arXiv 2501.03262), the variant with a group baseline.
     """
     where = "reinforce_plus_plus_baseline"
-    scores = _row_scores(where, token_level_rewards, response_mask)
-    table = make_groups(where, groups, rollouts, response_mask)
-    tiled = _tile(table.centre(scores)[0], table, response_mask, torch.float64)
-    counted = is_valid(response_mask) & table.counted[:, None]
-    advantages = masked_whiten(tiled, counted).to(token_level_rewards.dtype)
-    return advantages, advantages.clone()
+    scores, table = scored_groups(where, token_level_rewards, response_mask, groups, rollouts)
+    row = whiten_rows(table.centre(scores)[0], zero_masked(table.lengths, table.counted))
+    return _tile(row, table, token_level_rewards.dtype)
 
 
 @register_adv_est("opo")
@@ -221,7 +210,7 @@ def opo(
         rollouts: (B) hashable labels; only tells which groups hold a single rollout.
 
     Returns:
-        (B, R) advantages, and the same as returns; dtype of the rewards, exactly 0 under the mask.
+        (B, R) advantages, and the same tensor as returns; dtype of the rewards, exactly 0 under the mask.
 
     Raises:
         ShapeError: the shapes or the number of labels differ.
@@ -229,14 +218,11 @@ def opo(
     Source:
         Hao et al. 2025 (OPO, arXiv 2505.23585).
     """
-    scores = _row_scores("opo", token_level_rewards, response_mask)
-    table = make_groups("opo", groups, rollouts, response_mask)
-    length = is_valid(response_mask).sum(-1).to(torch.float64)
+    scores, table = scored_groups("opo", token_level_rewards, response_mask, groups, rollouts)
     centred, _ = table.centre(scores)
     # The weighted mean of centred scores is what is left to take away; a flat group stays exactly 0.
-    shift = table.row_group_sum(length * centred) / table.row_group_sum(length).clamp(min=1)
-    advantages = _tile(centred - shift[table.group], table, response_mask, token_level_rewards.dtype)
-    return advantages, advantages.clone()
+    shift = table.row_group_sum(table.lengths * centred) / table.row_group_sum(table.lengths).clamp(min=1)
+    return _tile(centred - shift[table.group], table, token_level_rewards.dtype)
 
 
 @register_adv_est("gpg")
@@ -259,7 +245,7 @@ def gpg(
         rollouts: (B) hashable labels; rows with one label in a group are one rollout.
 
     Returns:
-        (B, R) advantages, and the same as returns; dtype of the rewards, exactly 0 under the mask.
+        (B, R) advantages, and the same tensor as returns; dtype of the rewards, exactly 0 under the mask.
 
     Raises:
         ShapeError: the shapes or the number of labels differ.
@@ -267,12 +253,10 @@ def gpg(
     Source:
         Chu et al. 2025 (GPG, arXiv 2504.02546).
     """
-    scores = _row_scores("gpg", token_level_rewards, response_mask)
-    table = make_groups("gpg", groups, rollouts, response_mask)
+    scores, table = scored_groups("gpg", token_level_rewards, response_mask, groups, rollouts)
     non_zero = table.unit_valid & (table.unit_mean(scores) != 0)
     alpha = table.unit_valid.sum().to(torch.float64) / non_zero.sum().clamp(min=1)
-    advantages = _tile(alpha * table.centre(scores)[0], table, response_mask, token_level_rewards.dtype)
-    return advantages, advantages.clone()
+    return _tile(alpha * table.centre(scores)[0], table, token_level_rewards.dtype)
 
 
 @register_adv_est("gdpo")
@@ -304,8 +288,8 @@ def gdpo(
         epsilon: ε, in units of the score.
 
     Returns:
-        (B, R) advantages, and the same as returns; dtype of the rewards, exactly 0 under the mask and in rows of a
-        group of one (which do not enter the whitening either).
+        (B, R) advantages, and the same tensor as returns; dtype of the rewards, exactly 0 under the mask and in rows of
+        a group of one (which do not enter the whitening either).
 
     Raises:
         ShapeError: the shapes or the number of labels differ.
@@ -314,22 +298,19 @@ def gdpo(
     Source:
         Liu et al. 2026 (GDPO, arXiv 2601.05242).
     """
-    check_two_dims("gdpo", "token_level_rewards", token_level_rewards)
-    check_same_shape("gdpo", token_level_rewards=token_level_rewards, response_mask=response_mask)
     check_not_negative("gdpo", epsilon=epsilon)
+    _, table = scored_groups("gdpo", token_level_rewards, response_mask, groups, rollouts)
     if not reward_scores:
         raise ArgumentError("gdpo: reward_scores is empty; give at least one reward name -> (B,) scores")
     if weights is not None and weights.keys() != reward_scores.keys():
         raise ArgumentError(
             f"gdpo: weights names {sorted(weights)}, but reward_scores names {sorted(reward_scores)}; name the same"
         )
-    table = make_groups("gdpo", groups, rollouts, response_mask)
     row = torch.zeros(response_mask.shape[0], dtype=torch.float64, device=response_mask.device)
     for name, scores in reward_scores.items():
         check_rows("gdpo", f"reward_scores[{name!r}]", scores, response_mask.shape[0])
         weight = 1.0 if weights is None else weights[name]
         wide = torch.where(table.row_valid, scores.to(torch.float64), row.new_zeros(()))
         row = row + weight * _normalised(wide, table, norm_adv_by_std_in_grpo, epsilon)
-    counted = is_valid(response_mask) & table.counted[:, None]
-    advantages = masked_whiten(_tile(row, table, response_mask, torch.float64), counted).to(token_level_rewards.dtype)
-    return advantages, advantages.clone()
+    row = whiten_rows(row, zero_masked(table.lengths, table.counted))
+    return _tile(row, table, token_level_rewards.dtype)

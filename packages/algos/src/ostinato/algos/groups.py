@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ostinato.algos._checks import check_rows
+from ostinato.algos._checks import check_rows, check_same_shape, check_two_dims
 from ostinato.algos._typing import Labels, RowIndex
+from ostinato.algos.blocks import row_totals
 from ostinato.algos.errors import ArgumentError, SingletonGroupWarning
-from ostinato.algos.masked import is_valid
 
 
 def _as_list(labels: Any) -> list[Hashable]:
@@ -57,14 +57,21 @@ class Groups:
         unit: (B,) int64, the rollout of each row; each row its own where no rollouts are named.
         unit_group: (U,) int64, the group of each rollout.
         num_groups: how many groups there are.
-        row_valid: (B,) bool, the row has a valid token.
+        valid: (B, R) bool, the policy tokens.
+        lengths: (B,) float64, valid tokens of each row.
     """
 
     group: Tensor
     unit: Tensor
     unit_group: Tensor
     num_groups: int
-    row_valid: Tensor
+    valid: Tensor
+    lengths: Tensor
+
+    @property
+    def row_valid(self) -> Tensor:
+        """(B,) bool: the row has a valid token."""
+        return self.lengths > 0
 
     @property
     def num_units(self) -> int:
@@ -151,17 +158,43 @@ class Groups:
         return torch.sqrt(squares / (self.size - 1).clamp(min=1))
 
 
-def make_groups(where: str, groups: Labels, rollouts: Labels | None, response_mask: Tensor) -> Groups:
+def scored_groups(
+    where: str, rewards: Tensor, response_mask: Tensor, groups: Labels, rollouts: Labels | None
+) -> tuple[Tensor, Groups]:
+    """Sum each row's rewards over its policy tokens, and sort the rows by their labels.
+
+    Args:
+        where: the caller's name, for error texts.
+        rewards: (B, R) token-level rewards; masked entries may hold anything.
+        response_mask: (B, R).
+        groups: see `make_groups`.
+        rollouts: see `make_groups`.
+
+    Returns:
+        (B,) float64 scores, and the groups.
+
+    Raises:
+        ShapeError: the shapes or the number of labels differ.
+        ArgumentError: a label is not hashable.
+    """
+    check_two_dims(where, "token_level_rewards", rewards)
+    check_same_shape(where, token_level_rewards=rewards, response_mask=response_mask)
+    scores, lengths, valid = row_totals(rewards, response_mask)
+    return scores, make_groups(where, groups, rollouts, valid, lengths)
+
+
+def make_groups(where: str, groups: Labels, rollouts: Labels | None, valid: Tensor, lengths: Tensor) -> Groups:
     """Sort the rows of a batch by their labels.
 
     Args:
         where: the caller's name, for error texts.
         groups: (B) hashable labels: rows with the same label answered the same prompt.
         rollouts: (B) hashable labels within a group: rows with the same pair are one rollout. None: each row is one.
-        response_mask: (B, R); a row without any valid token leaves the statistics.
+        valid: (B, R) bool, the policy tokens.
+        lengths: (B,) float64, how many each row has; a row without any leaves the statistics.
 
     Returns:
-        The groups, on the mask's device.
+        The groups, on the device of `lengths`.
 
     Raises:
         ShapeError: a label list's length is not B.
@@ -170,7 +203,7 @@ def make_groups(where: str, groups: Labels, rollouts: Labels | None, response_ma
     Warns:
         SingletonGroupWarning: once, where a group holds a single rollout (judged by the labels alone).
     """
-    num_rows = response_mask.shape[0]
+    num_rows = lengths.shape[0]
     check_rows(where, "groups", groups, num_rows)
     group_numbers, num_groups = _number(_as_list(groups))
     if rollouts is None:
@@ -180,18 +213,19 @@ def make_groups(where: str, groups: Labels, rollouts: Labels | None, response_ma
         pairs = list(zip(group_numbers, _as_list(rollouts), strict=True))
         unit_numbers, _ = _number(list(pairs))
         unit_groups = [group for group, _ in dict.fromkeys(pairs)]
-    device = response_mask.device
+    device = lengths.device
     if 1 in Counter(unit_groups).values():
         warnings.warn(
             f"{where}: a group with a single rollout has itself as its baseline; its advantages are 0. "
             "Sample at least two responses a prompt (rollout.n ≥ 2).",
             SingletonGroupWarning,
-            stacklevel=4,
+            stacklevel=5,
         )
     return Groups(
         group=torch.tensor(group_numbers, dtype=torch.int64, device=device),
         unit=torch.tensor(unit_numbers, dtype=torch.int64, device=device),
         unit_group=torch.tensor(unit_groups, dtype=torch.int64, device=device),
         num_groups=num_groups,
-        row_valid=is_valid(response_mask).any(-1),
+        valid=valid,
+        lengths=lengths,
     )

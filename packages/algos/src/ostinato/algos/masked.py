@@ -17,7 +17,7 @@ WHITEN_EPSILON = 1e-8
 
 def is_valid(mask: Tensor) -> Tensor:
     """The mask as bool: True where it is not 0."""
-    return mask if mask.dtype == torch.bool else mask != 0
+    return mask.to(torch.bool)
 
 
 def zero_masked(x: Tensor, mask: Tensor) -> Tensor:

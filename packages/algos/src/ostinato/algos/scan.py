@@ -1,7 +1,7 @@
 """Recurrences over the policy tokens of a row, without a loop over time.
 
-Masked positions are no time steps. So a row's policy tokens are moved together first (`compact`), the recurrence then
-has one constant coefficient, and the result is moved back (`spread`).
+Masked positions are no time steps. So a row's policy tokens are moved together first (`PolicyTokens.compact`), the
+recurrence then has one constant coefficient, and the result is moved back (`PolicyTokens.spread`).
 """
 
 from __future__ import annotations
@@ -10,38 +10,49 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ostinato.algos.masked import is_valid, zero_masked
+from ostinato.algos.blocks import kept, mask_bits
+from ostinato.algos.masked import accumulation_dtype, is_valid
 
 BLOCK = 32
 
 
-def policy_ordinal(response_mask: Tensor) -> Tensor:
-    """(B, R) int64: how many policy tokens of the row lie before each position; the k-th policy token has k."""
-    valid = is_valid(response_mask).to(torch.int64)
-    return valid.cumsum(-1) - valid
-
-
-def compact(x: Tensor, response_mask: Tensor, ordinal: Tensor) -> Tensor:
-    """Move each row's policy tokens to its front.
+class PolicyTokens:
+    """Where the policy tokens of some rows are.
 
     Args:
-        x: (B, R); masked entries may hold anything.
         response_mask: (B, R).
-        ordinal: (B, R), `policy_ordinal` of the mask.
+        dtype: of the values that are moved.
 
-    Returns:
-        (B, R) float64, 0 behind the last policy token.
+    Attributes:
+        bits: (B, R) `mask_bits` for the dtype.
+        ordinal: (B, R) int64: how many policy tokens of the row lie before each position; the k-th policy token has k.
     """
-    num_tokens = x.shape[-1]
-    # What is masked goes to a column that is cut off again.
-    target = torch.where(is_valid(response_mask), ordinal, num_tokens)
-    front = x.new_zeros((*x.shape[:-1], num_tokens + 1), dtype=torch.float64)
-    return front.scatter(-1, target, x.to(torch.float64))[..., :num_tokens]
 
+    def __init__(self, response_mask: Tensor, dtype: torch.dtype) -> None:
+        valid = is_valid(response_mask)
+        count = valid.to(torch.int64)
+        self.dtype = dtype
+        self.bits = mask_bits(valid, dtype)
+        self.ordinal = count.cumsum(-1).sub_(count)
+        # What is masked goes to a column behind the row, which is cut off again.
+        self._target = torch.where(valid, self.ordinal, valid.shape[-1])
 
-def spread(x: Tensor, response_mask: Tensor, ordinal: Tensor) -> Tensor:
-    """Undo `compact`: each policy token's value at its own position, exactly 0 under the mask."""
-    return zero_masked(x.gather(-1, ordinal), response_mask)
+    def compact(self, x: Tensor) -> Tensor:
+        """Move each row's policy tokens to its front.
+
+        Args:
+            x: (B, R); masked entries may hold anything.
+
+        Returns:
+            (B, R) of the dtype, 0 behind the last policy token.
+        """
+        num_rows, num_tokens = x.shape
+        front = x.new_zeros((num_rows, num_tokens + 1), dtype=self.dtype)
+        return front.scatter_(-1, self._target, x.to(self.dtype))[:, :num_tokens]
+
+    def spread(self, x: Tensor) -> Tensor:
+        """Undo `compact`: each policy token's value at its own position, exactly 0 under the mask."""
+        return kept(x.gather(-1, self.ordinal), self.bits)
 
 
 def discounted_sum(x: Tensor, coefficient: float) -> Tensor:
@@ -71,13 +82,12 @@ def discounted_sum(x: Tensor, coefficient: float) -> Tensor:
     distance = steps[:, None] - steps
     c = x.new_full((), coefficient)
     powers = torch.where(distance >= 0, c ** distance.clamp(min=0), x.new_zeros(()))
-    blocks = pad(x, (0, -length % size)).unflatten(-1, (-1, size))
-    local = blocks @ powers
-    if local.shape[-2] == 1:
-        return local.flatten(-2)[..., :length]
-    starts = discounted_sum(local[..., 0], coefficient**size)
-    behind = pad(starts[..., 1:], (0, 1))
-    return (local + behind[..., None] * c ** (size - steps)).flatten(-2)[..., :length]
+    whole = pad(x, (0, -length % size)) if length % size else x
+    local = whole.unflatten(-1, (-1, size)) @ powers
+    if local.shape[-2] > 1:
+        starts = discounted_sum(local[..., 0], coefficient**size)
+        local[..., :-1, :].addcmul_(starts[..., 1:, None], c ** (size - steps))
+    return local.flatten(-2)[..., :length]
 
 
 def reward_to_go(rewards: Tensor, response_mask: Tensor, gamma: float) -> Tensor:
@@ -89,8 +99,11 @@ def reward_to_go(rewards: Tensor, response_mask: Tensor, gamma: float) -> Tensor
         gamma: discount a policy token.
 
     Returns:
-        (B, R) float64, exactly 0 under the mask.
+        (B, R) of the rewards' dtype, at least float32; exactly 0 under the mask.
     """
-    ordinal = policy_ordinal(response_mask)
-    returns = discounted_sum(compact(rewards, response_mask, ordinal), gamma)
-    return spread(returns, response_mask, ordinal)
+    dtype = accumulation_dtype(rewards)
+    if gamma == 1.0:  # without a decay a masked step is a reward of 0
+        bits = mask_bits(is_valid(response_mask), dtype)
+        return kept(kept(rewards.to(dtype), bits).flip(-1).cumsum(-1).flip(-1), bits)
+    tokens = PolicyTokens(response_mask, dtype)
+    return tokens.spread(discounted_sum(tokens.compact(rewards), gamma))
