@@ -1,4 +1,4 @@
-"""Conformance to polgrad's reference semantics, where polgrad is installed; deviations are listed in docs/deviations.md."""
+"""Conformance to polgrad's reference semantics, where polgrad is installed; deviations: docs/deviations.md."""
 
 from __future__ import annotations
 
