@@ -18,7 +18,7 @@ from ostinato.controller.dispatch import is_metrics
 from ostinato.controller.errors import ColumnWritten, ResultMismatch
 from ostinato.controller.register import Registration
 from ostinato.protocol import DataProto
-from ostinato.protocol.blocks import PackedBlock, kind_of
+from ostinato.protocol.blocks import Compact, PackedBlock, kind_of
 from ostinato.protocol.layout import Layout
 
 SPLIT_BYTES = 1024**2
@@ -26,7 +26,7 @@ SPLIT_BYTES = 1024**2
 
 
 @dataclass(frozen=True)
-class Contract:
+class Contract(Compact):
     """What both sides of a call know of its method.
 
     Attributes:
@@ -72,7 +72,7 @@ class Absent:
 
 
 @dataclass(frozen=True)
-class Arguments:
+class Arguments(Compact):
     """The arguments of one call on one rank, laid out flat: the values themselves travel beside.
 
     Attributes:
@@ -107,7 +107,7 @@ class Arguments:
 
 
 @dataclass(frozen=True)
-class Left:
+class Left(Compact):
     """What a method that gives rows returned, without the rows.
 
     Attributes:

@@ -100,8 +100,15 @@ def _no_rows(column: torch.Tensor) -> torch.Tensor:
     return payload.move(tensors, torch.device("cpu"))[""]
 
 
+class Compact:
+    """A dataclass that pickles as its values in order: descriptions go with every call, names of fields need not."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), tuple(vars(self).values())
+
+
 @dataclass(frozen=True)
-class Run:
+class Run(Compact):
     """Rows of a column's source that lie in one block.
 
     Attributes:
@@ -116,7 +123,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Group:
+class Group(Compact):
     """Columns whose rows lie alike.
 
     Attributes:

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from ostinato.protocol.blocks import Group, Run, assemble
+from ostinato.protocol.blocks import Compact, Group, Run, assemble
 from ostinato.protocol.dataproto import DataProto
 from ostinato.protocol.lanes import LOCAL, Lane, Store
 from ostinato.protocol.meta import copy_meta
@@ -45,7 +45,7 @@ class State(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Layout:
+class Layout(Compact):
     """How to build a batch from what a store hands out; small, and pickles without the references.
 
     Attributes:
