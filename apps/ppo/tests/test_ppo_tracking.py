@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from ostinato.controller.watch import book, current_watch
 from ostinato.ppo import curve, loggers
 from ostinato.ppo.config import PpoConfig
 from ostinato.ppo.console import ConsoleView, shown_values
@@ -56,6 +57,17 @@ def test_stage_times_add_up():
         with log.time("gen"):
             time.sleep(0.02)
     assert 0.04 <= log.timings["gen"] < 1
+
+
+def test_a_wait_counts_for_the_stage_that_sent_the_call():
+    log = StepLog()
+    with log.time("values"):
+        sent_by = current_watch()
+    with log.time("adv"):
+        time.sleep(0.05)
+        book(0.05, sent_by)
+    assert log.timings["values"] >= 0.05
+    assert log.timings["adv"] < 0.04
 
 
 def test_step_sends_values_with_the_whole_steps_time(tmp_path: Path):

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from ostinato.controller.watch import Watch, watch
 from ostinato.ppo.console import ConsoleView
 from ostinato.ppo.loggers import CONSOLE, LOGGERS, SafeLogger, TrackingError, Value, check_installed, check_names
 from ostinato.ppo.metrics import timing_metrics
@@ -34,12 +35,11 @@ class StepLog:
 
     Attributes:
         metrics: what was added, merged by each value's reduction.
-        timings: seconds by stage.
     """
 
     def __init__(self) -> None:
         self.metrics: dict[str, Metric] = {}
-        self.timings: dict[str, float] = {}
+        self._watches: list[tuple[str, Watch]] = []
 
     def add(self, *reported: Reported) -> None:
         """Add metrics.
@@ -53,10 +53,21 @@ class StepLog:
 
     @contextmanager
     def time(self, name: str) -> Iterator[None]:
-        """Measure a stage; the times of a stage that comes several times add up. One that fails is not counted."""
-        start = time.perf_counter()
-        yield
-        self.timings[name] = self.timings.get(name, 0.0) + time.perf_counter() - start
+        """Measure a stage; the times of a stage that comes several times add up. One that fails is not counted.
+
+        Calls on workers may end after their stage: a wait for one of them counts for the stage that sent it.
+        """
+        with watch() as stage:
+            yield
+        self._watches.append((name, stage))
+
+    @property
+    def timings(self) -> dict[str, float]:
+        """Seconds by stage; complete once the calls of all stages have ended."""
+        seconds: dict[str, float] = {}
+        for name, stage in self._watches:
+            seconds[name] = seconds.get(name, 0.0) + stage.seconds
+        return seconds
 
 
 def guarded(emit: Callable[[Event], None]) -> Callable[[Event], None]:
@@ -123,12 +134,12 @@ class Tracker:
         """
         log, start = StepLog(), time.perf_counter()
         yield log
-        log.timings["step"] = time.perf_counter() - start
+        timings = {**log.timings, "step": time.perf_counter() - start}
         tokens = log.metrics.get("perf/total_num_tokens", Metric.sum(0.0))
         responses = log.metrics.get("response_length/mean", Metric.mean(0.0, weight=0))
         log.add(
             timing_metrics(
-                log.timings,
+                timings,
                 num_tokens=_number(tokens),
                 num_response_tokens=_number(responses) * responses.weight,
                 num_processes=self._num_processes,

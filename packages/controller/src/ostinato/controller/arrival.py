@@ -202,6 +202,8 @@ def served(
     values: Sequence[Any],
     contract: Contract,
     method: str,
+    *,
+    answers: bool = True,
 ) -> tuple[Any, Left | None]:
     """Build the arguments, call the method and describe its result.
 
@@ -211,6 +213,7 @@ def served(
         values: of what.
         contract: the method's contract.
         method: its name, for errors.
+        answers: whether the result counts; nothing is said of one that does not.
 
     Returns:
         The result, and what is to be said of it where it is rows.
@@ -231,7 +234,7 @@ def served(
                 f"method {method!r} wrote into {changed}, which it shares with others: declare them in mutates=(...), "
                 "or write into a copy"
             )
-    return result, left_by(result, contract, expected) if contract.gives_rows else None
+    return result, left_by(result, contract, expected) if contract.gives_rows and answers else None
 
 
 def _prints(batch: DataProto, private: Collection[str] | bool) -> dict[str, int]:

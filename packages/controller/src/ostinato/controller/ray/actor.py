@@ -105,7 +105,7 @@ class HostActor:
         """
         call = partial(self._host.call, role, method)
         # Ray wraps every method of an actor, whose frames would stand in the traceback: no method in between.
-        status, result = self._guard(role, partial(served, call, arguments, values, contract, method))
+        status, result = self._guard(role, partial(served, call, arguments, values, contract, method, answers=answers))
         if status.failure is not None:
             rank, node = self._host.place(role)
             failure = status.failure

@@ -130,7 +130,7 @@ class ActorRolloutRefWorker(Worker):
             meta_info={"metrics": {"actor/entropy": Metric.mean(entropy, weight=tokens)}},
         )
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, reads=SCORING, writes=("ref_log_prob",))
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, reads=SCORING, writes=("ref_log_prob",), keeps_rows=True)
     def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
         """Score the rows with the frozen reference.
 

@@ -47,7 +47,7 @@ class CriticWorker(Worker):
         self._residency = build_engine(self.engine_path, config, config.model, head="value", optim=config.engine_optim)
         self.register_mesh("train", self._residency.engine.coordinates)
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, reads=SCORING, writes=("values",))
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, reads=SCORING, writes=("values",), keeps_rows=True)
     def compute_values(self, batch: DataProto) -> DataProto:
         """Estimate the value of the state before each token that the policy sampled.
 
