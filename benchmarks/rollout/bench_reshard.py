@@ -13,6 +13,8 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -131,6 +133,11 @@ def main() -> None:
     parser.add_argument("--bucket", type=int, default=512, help="MiB of a bucket")
     parser.add_argument("--utilization", type=float, default=0.3)
     options = parser.parse_args()
+    if len(options.sizes) > 1:
+        # A process holds one engine that sleeps.
+        for size in options.sizes:
+            subprocess.run([sys.executable, *sys.argv, "--sizes", size], check=True)
+        return
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda":
         torch.cuda.set_device(0)

@@ -11,9 +11,7 @@ from __future__ import annotations
 import gc
 import logging
 import math
-import os
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +21,17 @@ import torch
 
 from ostinato.rollout.assemble import PaddedResponses, assemble_padded, check_prompts, prompt_token_ids, rollout_ids
 from ostinato.rollout.backends.hf import end_tokens, pad_token
+from ostinato.rollout.backends.vllm_versions import (
+    Draw,
+    build_environment,
+    discard,
+    exact_logits,
+    keep_full_log_probs,
+    keep_process_groups,
+    layerwise_reload,
+    pack_for_cpu,
+    sleeping_memory,
+)
 from ostinato.rollout.buckets import checksum
 from ostinato.rollout.config import PREFIX
 from ostinato.rollout.copy_plan import CopyPlan, merged
@@ -43,149 +52,6 @@ logger = logging.getLogger(__name__)
 _MEBIBYTE = 1 << 20
 # What is left free on the device beside an engine that wakes, for libraries that take their own.
 _MARGIN_BYTES = 512 * _MEBIBYTE
-
-
-# --- what differs between versions and builds of vLLM -----------------------------------------------------------------
-
-
-@dataclass
-class _Draw:
-    """How the running call samples, for the hook in the sampler.
-
-    Attributes:
-        restricted: whether top_k, top_p or min_p restrict the draw.
-        temperature: what logits are divided by.
-    """
-
-    restricted: bool = False
-    temperature: float = 1.0
-
-
-def _keep_full_log_probs(sampler: Any, draw: _Draw) -> None:
-    """Make the sampler report log-probabilities before any restriction.
-
-    vLLM's processed log-probabilities are those of the restricted distribution, and its greedy draw forgets the
-    temperature; neither has a setting. Calls without a restriction run as they are.
-    """
-    inner = sampler.sample
-    # The second model runner wants logits back, the first one log-probabilities.
-    wants_logits = hasattr(sampler, "sampling_states")
-
-    def sample(logits: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if not draw.restricted:
-            return inner(logits, *args, **kwargs)
-        scaled = logits.float() / draw.temperature
-        sampled, *_ = inner(logits, *args, **kwargs)
-        return sampled, scaled if wants_logits else scaled.log_softmax(-1)
-
-    sampler.sample = sample
-
-
-def _exact_logits(model: Any) -> None:
-    """Give the head of a GPU engine float32 logits; the product accumulates in float32 anyway and vLLM rounds it.
-
-    Rounding to bfloat16 is a third of the distance between log-probabilities of rollout and training.
-    """
-    head = getattr(model, "lm_head", None)
-    method = getattr(head, "quant_method", None)
-    if type(method).__name__ != "UnquantizedEmbeddingMethod" or head.weight.dtype not in (
-        torch.bfloat16,
-        torch.float16,
-    ):
-        return
-
-    def apply(layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        logits = torch.mm(x, layer.weight.t(), out_dtype=torch.float32)
-        return logits if bias is None else logits + bias
-
-    method.apply = apply
-
-
-def _keep_process_groups(engine: Any) -> None:
-    """Undo that an engine which ends, also by garbage collection, ends all process groups, training's among them."""
-    finalizer = getattr(engine.engine_core, "_finalizer", None)
-    if finalizer is not None:
-        finalizer.detach()
-
-
-def _layerwise_reload() -> tuple[Any, Any]:
-    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-
-    return initialize_layerwise_reload, finalize_layerwise_reload
-
-
-def _pack_for_cpu(layer: torch.nn.Module) -> None:
-    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
-
-    dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
-
-
-def _sleeping_memory(tag: str) -> int:
-    """Bytes that an engine in this process takes again when what carries the tag wakes."""
-    from vllm.device_allocator.cumem import CuMemAllocator
-
-    allocator = CuMemAllocator.get_instance()
-    return sum(data.handle[1] for data in allocator.pointer_to_data.values() if data.tag == tag)
-
-
-def _discard(executor: Any, worker: Any, tags: Iterable[str]) -> None:
-    """Give back the memory that carries these tags.
-
-    `LLM.sleep` takes a whole engine to sleep or, where a part of it sleeps already, nothing, and it empties torch's
-    cache, which training must then fill anew in each step.
-    """
-    torch.cuda.synchronize()
-    if hasattr(worker, "discard"):
-        worker.discard(tuple(tags))
-    else:
-        from vllm.device_allocator.cumem import CuMemAllocator, unmap_and_release
-
-        for data in CuMemAllocator.get_instance().pointer_to_data.values():
-            if data.tag in tags:
-                unmap_and_release(data.handle)
-    executor.sleeping_tags |= set(tags)
-    executor.is_sleeping = True
-
-
-# The second model runner of vLLM draws per-request seeds in one kernel, where the first one launches a kernel a row.
-# Versions before 0.30 take it by default for some architectures only; these run on it as well.
-_SECOND_RUNNER = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-
-
-@contextmanager
-def _environment(device: torch.device, model_config: Any) -> Iterator[None]:
-    """Settings that vLLM reads from the environment while an engine is built, and what it changes for its process."""
-    settings = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    architectures = getattr(model_config, "architectures", None) or ()
-    if device.type == "cuda" and any(name in _SECOND_RUNNER for name in architectures):
-        settings["VLLM_USE_V2_MODEL_RUNNER"] = os.environ.get("VLLM_USE_V2_MODEL_RUNNER", "1")
-    if device.type == "cpu":
-        # Training shares the threads, so they are not bound to the engine.
-        settings["VLLM_CPU_OMP_THREADS_BIND"] = os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    if torch.distributed.is_initialized():
-        settings["RANK"] = str(torch.distributed.get_rank())
-        settings["LOCAL_RANK"] = str(device.index or 0)
-    before = {name: os.environ.get(name) for name in settings}
-    set_num_threads = torch.set_num_threads
-    os.environ.update(settings)
-    try:
-        # The engine seeds the process's generators, which belong to training.
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            state = np.random.get_state()
-            try:
-                yield
-            finally:
-                np.random.set_state(state)
-    finally:
-        torch.set_num_threads = set_num_threads
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
-
-
-# --- the engine -------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -246,7 +112,7 @@ class VllmRollout:
             engine_options or {}
         )
         self._sleeps = bool(options.get("enable_sleep_mode", False))
-        self._draw = _Draw()
+        self._draw = Draw()
         self._requests = 0
         self._loading = False
         loaded = config.load_format != "dummy"
@@ -307,17 +173,17 @@ class VllmRollout:
         return options
 
     def _build(self, options: dict[str, Any], model_config: Any) -> None:
-        with _environment(self._device, model_config):
+        with build_environment(self._device, model_config):
             import vllm
 
             self._engine: Any = vllm.LLM(**options)
-        _keep_process_groups(self._engine.llm_engine)
+        keep_process_groups(self._engine.llm_engine)
         [worker] = self._engine.collective_rpc(_itself)
         self._worker: Any = getattr(worker, "worker", worker)
         self._model: Any = self._worker.model_runner.get_model()
-        _keep_full_log_probs(self._worker.model_runner.sampler, self._draw)
+        keep_full_log_probs(self._worker.model_runner.sampler, self._draw)
         if self._device.type == "cuda":
-            _exact_logits(self._model)
+            exact_logits(self._model)
 
     @property
     def dp_rank(self) -> int:
@@ -344,7 +210,7 @@ class VllmRollout:
         """Map memory for the weights or for the cache again (a GPU with `free_cache_engine`)."""
         self._state.wake(tag)
         if self._sleeps and tag not in self._awake:
-            if torch.cuda.mem_get_info(self._device)[0] < _sleeping_memory(tag) + _MARGIN_BYTES:
+            if torch.cuda.mem_get_info(self._device)[0] < sleeping_memory(tag) + _MARGIN_BYTES:
                 torch.cuda.empty_cache()
             self._engine.wake_up(tags=[tag])
             if tag == "weights":
@@ -362,7 +228,7 @@ class VllmRollout:
 
     def _fall_asleep(self) -> None:
         if self._sleeps and self._awake:
-            _discard(self._engine.llm_engine.model_executor, self._worker, self._awake)
+            discard(self._engine.llm_engine.model_executor, self._worker, self._awake)
         self._awake.clear()
 
     def close(self) -> None:
@@ -409,7 +275,7 @@ class VllmRollout:
         self._loading = True
         self._came: set[str] = set()
         if self._plan is None:
-            _layerwise_reload()[0](self._model)
+            layerwise_reload()[0](self._model)
         elif self._recorded:
             self._plan.begin()
         else:
@@ -418,7 +284,7 @@ class VllmRollout:
     def _end_load(self) -> None:
         self._loading = False
         if self._plan is None:
-            _layerwise_reload()[1](self._model, self._engine.llm_engine.model_config)
+            layerwise_reload()[1](self._model, self._engine.llm_engine.model_config)
             self._renew_tied_head()
 
     def _renew_tied_head(self) -> None:
@@ -431,7 +297,7 @@ class VllmRollout:
             embedding = next(layer for layer in layers if not isinstance(layer, ParallelLMHead))
             for head in heads:
                 head.weight = embedding.weight
-                _pack_for_cpu(head)
+                pack_for_cpu(head)
 
     def finish_load(self) -> None:
         """Check that every weight came, and drop what was cached of older weights."""
