@@ -18,6 +18,7 @@ from ostinato.controller.errors import (
     ColumnWritten,
     ControllerError,
     DispatchError,
+    GroupsNotFound,
     GroupStopped,
     MeshError,
     PlacementError,
@@ -33,7 +34,7 @@ from ostinato.controller.errors import (
 )
 from ostinato.controller.group import Backend, PendingCall, WorkerGroup
 from ostinato.controller.local import LocalBackend
-from ostinato.controller.pool import ResourcePool, ResourcePoolManager, SubPool
+from ostinato.controller.pool import ResourcePool, ResourcePoolManager, Role, SubPool
 from ostinato.controller.register import Execute, Registration, register, registration_of
 from ostinato.controller.topology import Coordinates, Mesh
 from ostinato.controller.watch import watch
@@ -53,6 +54,7 @@ __all__ = [
     "DispatchMode",
     "Execute",
     "GroupStopped",
+    "GroupsNotFound",
     "LocalBackend",
     "Mesh",
     "MeshError",
@@ -66,6 +68,7 @@ __all__ = [
     "ResourcePoolManager",
     "ResourcesUnavailable",
     "ResultMismatch",
+    "Role",
     "Scatter",
     "SubPool",
     "UnknownDispatchMode",

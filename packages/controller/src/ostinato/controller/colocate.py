@@ -40,6 +40,10 @@ class RoleHost:
         """Call a method of a role's worker and return its value."""
         return getattr(self._workers[role], method)(*args, **kwargs)
 
+    def classes(self) -> dict[str, type[Worker]]:
+        """Return role -> class of its worker."""
+        return {role: type(worker) for role, worker in self._workers.items()}
+
     def place(self, role: str) -> tuple[int, str]:
         """Return rank and node of a role's worker."""
         context = self._workers[role].context

@@ -49,6 +49,10 @@ class ColumnWritten(ControllerError, RuntimeError):  # noqa: N818  (names what h
     """A method changed a column that it shares with others (debug mode)."""
 
 
+class GroupsNotFound(ControllerError, LookupError):  # noqa: N818  (names what happened)
+    """No detached groups have this name."""
+
+
 class GroupStopped(ControllerError, RuntimeError):  # noqa: N818  (names what happened)
     """The processes of this group were stopped; the text says why."""
 

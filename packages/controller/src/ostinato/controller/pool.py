@@ -4,10 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 
 from ostinato.controller.errors import PlacementError
 
 DEFAULT_CPUS_PER_PROCESS = 0.1
+
+
+class Role(StrEnum):
+    """Names of the usual roles. A role is any string; these save typing errors."""
+
+    ACTOR = "actor"
+    ROLLOUT = "rollout"
+    REFERENCE = "reference"
+    CRITIC = "critic"
+    REWARD_MODEL = "reward_model"
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from ostinato.controller.arrival import Absent, Arguments, Contract, packed, ser
 from ostinato.controller.colocate import RoleHost, Status, capture
 from ostinato.controller.ray.sentinel import Mark, mark_here
 from ostinato.controller.rendezvous import hold_port, release_ports
+from ostinato.controller.topology import RankPlace
 from ostinato.controller.worker import WorkerContext
 
 
@@ -42,6 +43,27 @@ class ProcessPlace:
         return f"{self.host} ({self.address}, {self.node_id[:8]})"
 
 
+@dataclass(frozen=True)
+class Identity:
+    """What another driver needs to know of a process.
+
+    Attributes:
+        pool: name of its pool.
+        place: where it is.
+        rank: its rank and place on its node.
+        device_type: "cuda" or "cpu".
+        classes: role -> pickled class of its worker.
+        placement_group: id of the placement group that it is in.
+    """
+
+    pool: str
+    place: ProcessPlace
+    rank: RankPlace
+    device_type: str
+    classes: dict[str, bytes]
+    placement_group: str
+
+
 class HostActor:
     """Hosts the workers of all roles of one slot. Calls run one after another, in the order in which they were sent.
 
@@ -52,6 +74,8 @@ class HostActor:
     def __init__(self, name: str) -> None:
         self._name = name
         self._host = RoleHost()
+        self._place: ProcessPlace | None = None
+        self._rank: tuple[RankPlace, str] | None = None
 
     def __repr__(self) -> str:
         return self._name
@@ -65,19 +89,39 @@ class HostActor:
             context = ray.get_runtime_context()
             devices = tuple(str(device) for device in context.get_accelerator_ids().get("GPU", []))
             address = ray.util.get_node_ip_address()
-            return ProcessPlace(context.get_node_id(), address, socket.gethostname(), mark_here(), devices, hold_port())
+            node, host = context.get_node_id(), socket.gethostname()
+            self._place = ProcessPlace(node, address, host, mark_here(), devices, hold_port())
+            return self._place
 
         return self._guard("", here)
 
-    def prepare(self, env_vars: dict[str, str], keeps_port: bool) -> tuple[Status, None]:
+    def prepare(self, env_vars: dict[str, str], rank: RankPlace, device_type: str) -> tuple[Status, None]:
         """Set the environment of this rank; all ranks but rank 0 give their port back."""
+        keeps_port = rank.rank == 0
 
         def settle() -> None:
+            self._rank = rank, device_type
             os.environ.update(env_vars)
             if not keeps_port:
                 release_ports()
 
         return self._guard("", settle)
+
+    def identity(self) -> tuple[Status, Identity | None]:
+        """Say what another driver needs to know."""
+
+        def here() -> Identity:
+            import ray
+            from ray import cloudpickle
+
+            assert self._place is not None
+            assert self._rank is not None
+            dumps = cloudpickle.dumps  # pyright: ignore[reportPrivateImportUsage]
+            classes = {role: dumps(cls) for role, cls in self._host.classes().items()}
+            group = ray.get_runtime_context().get_placement_group_id() or ""
+            return Identity(self._name.rpartition("/")[0], self._place, *self._rank, classes, group)
+
+        return self._guard("", here)
 
     def build(self, role: str, spec: bytes, context: WorkerContext) -> tuple[Status, None]:
         """Unpickle a role's recipe and build its worker."""

@@ -12,6 +12,7 @@ from ostinato.controller.errors import PlacementError
 from ostinato.controller.group import WorkerGroup
 from ostinato.controller.pool import ResourcePoolManager, SubPool
 from ostinato.controller.ray.actor import HostActor, ProcessPlace
+from ostinato.controller.ray.detached import actor_name, find_detached
 from ostinato.controller.ray.env import require_ray
 from ostinato.controller.ray.liveness import Patience, Reply, wait_for_replies
 from ostinato.controller.ray.pool import Slot, release, reserve
@@ -40,6 +41,11 @@ class RayBackend:
         env_vars: environment of the workers' processes.
         futures: whether calls that give rows return a `DataProtoFuture` at once; False waits and brings the rows here.
         check_writes: debug mode: a method that writes into a column that it shares with others is named.
+        name: makes the groups detached: they outlive this driver until a `shutdown`, and another driver of the cluster
+            finds them by this name with `RayBackend.attach(name)`.
+
+    Attributes:
+        groups: role -> group, of all roles launched or attached to.
 
     Raises:
         RayNotRunning: this process has not joined a cluster.
@@ -57,8 +63,11 @@ class RayBackend:
         env_vars: Mapping[str, str] | None = None,
         futures: bool = True,
         check_writes: bool = False,
+        name: str | None = None,
     ) -> None:
         require_ray()
+        self._name = name
+        self.groups: dict[str, WorkerGroup] = {}
         self._pools = pools
         self._reserve_timeout_s = reserve_timeout_s
         self._starting = Patience(grace_s, start_timeout_s, look_s)
@@ -92,15 +101,37 @@ class RayBackend:
             for role in of_pool:
                 self._build(self._processes[name], role, roles[role])
         pool_of = {role: name for name, of_pool in placed.items() for role in of_pool}
-        return {
-            role: WorkerGroup(
-                role,
-                spec.worker_class,
-                RayTransport(self._processes[pool_of[role]], role, self._patience),
-                **self._options,
-            )
-            for role, spec in roles.items()
-        }
+        launched = {role: self._group(role, spec.worker_class, pool_of[role]) for role, spec in roles.items()}
+        self.groups |= launched
+        return launched
+
+    def _group(self, role: str, worker_class: type[Worker], pool: str) -> WorkerGroup:
+        transport = RayTransport(self._processes[pool], role, self._patience)
+        return WorkerGroup(role, worker_class, transport, **self._options)
+
+    @classmethod
+    def attach(cls, name: str, **options: Any) -> RayBackend:
+        """Find the groups that a driver of this cluster started as `RayBackend(..., name=name)`.
+
+        Args:
+            name: their name.
+            options: as for `RayBackend`, for the calls of this driver.
+
+        Returns:
+            A backend whose `groups` are those; its `shutdown` ends them.
+
+        Raises:
+            GroupsNotFound: there are none of this name.
+        """
+        backend = cls(ResourcePoolManager([]), **options)
+        backend._name = name
+        found = find_detached(name, backend._ledger, backend._starting)
+        for pool, (processes, classes, slots) in found.items():
+            backend._processes[pool] = processes
+            backend._slots[pool] = slots
+            for role, worker_class in classes.items():
+                backend.groups[role] = backend._group(role, worker_class, pool)
+        return backend
 
     def launch_one(self, role: str, spec: WorkerSpec[W], pool: str | None = None) -> W:
         """Start one role; the group is typed as its worker class."""
@@ -132,6 +163,7 @@ class RayBackend:
             for slots in self._slots.values():
                 release(slots)
         self._processes.clear()
+        self.groups.clear()
         self._ledger = Ledger()
         self._slots.clear()
         self._used.clear()
@@ -147,7 +179,9 @@ class RayBackend:
                     "process(es) already; raise max_colocate, or use sub-pools that do not overlap"
                 )
         if pool.parent.name not in self._slots:
-            self._slots[pool.parent.name] = reserve(pool.parent, self._reserve_timeout_s)
+            self._slots[pool.parent.name] = reserve(
+                pool.parent, self._reserve_timeout_s, detached=self._name is not None
+            )
         self._used.update((pool.parent.name, slot) for slot in range(pool.first, pool.first + pool.size))
         self._reserved.add(pool.name)
 
@@ -165,12 +199,15 @@ class RayBackend:
                 max_restarts=0,
                 runtime_env={"env_vars": self._process_env(pool)},
                 scheduling_strategy=PlacementGroupSchedulingStrategy(slot.group, slot.bundle),
+                **actor_name(self._name, pool.name, index),
             ).remote(f"{pool.name}/{index}")
             for index, slot in enumerate(self._slots[whole.name][pool.first : pool.first + pool.size])
         ]
         places = self._everywhere(pool.name, actors, "place", [()] * len(actors))
         processes = in_rank_order(actors, places, "cuda" if whole.use_gpu else "cpu", self._ledger)
-        arguments = [(processes.env_vars(rank), rank == 0) for rank in range(len(actors))]
+        arguments = [
+            (processes.env_vars(rank), processes.ranks[rank], processes.device_type) for rank in range(len(actors))
+        ]
         self._everywhere(pool.name, processes.actors, "prepare", arguments)
         return processes
 
