@@ -63,7 +63,7 @@ def test_checkpoint_without_its_last_file_is_passed_over(checkpoints, caplog):
     assert "global_step_10" in caplog.text
 
 
-def test_checkpoint_kill_during_save_leaves_the_older_one_in_force(tmp_path):
+def test_checkpoint_kill_during_save_leaves_the_older_one_in_force(tmp_path, caplog):
     code = (
         "import os, sys; from ostinato.ppo.checkpoint import Checkpoints\n"
         "c = Checkpoints(sys.argv[1]); c.save(1, lambda f: (f / 'a').write_text('a'), {'step': 1})\n"
@@ -73,6 +73,8 @@ def test_checkpoint_kill_during_save_leaves_the_older_one_in_force(tmp_path):
     assert done.returncode == -9
     survivor = Checkpoints(tmp_path)  # the dead run's hold on the folder went with it
     assert survivor.to_resume("auto").name == "global_step_1"
+    assert "global_step_2.partial was cut off while it was written and is removed" in caplog.text
+    assert not (tmp_path / "global_step_2.partial").exists()
     assert survivor.save(2, write, {"step": 2}).name == "global_step_2"
     assert complete_steps(tmp_path) == [1, 2]
     survivor.close()

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import errno
+
 import pytest
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from ostinato.workers.core.testing.oracle import make_rows, start
 from ostinato.workers.fsdp.errors import CheckpointError
@@ -17,6 +20,24 @@ def test_load_of_a_missing_or_cut_off_checkpoint_is_an_error(workspace, tmp_path
     (tmp_path / "whole" / ".metadata").unlink()
     with pytest.raises(CheckpointError, match="cut off"):
         driver.engine.load(tmp_path / "whole")
+
+
+def test_disk_that_is_full_and_files_that_are_broken_are_errors_of_this_wheel(workspace, tmp_path, monkeypatch):
+    """torch wraps what a rank raises into something that is no `Exception`."""
+    driver = start(fsdp(), workspace / "lm")
+
+    def full(self, *args, **kwargs):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FileSystemWriter, "write_data", full)
+        with pytest.raises(CheckpointError, match="full cannot be written: rank 0: OSError: .*No space left"):
+            driver.engine.save(tmp_path / "full")
+    driver.engine.save(tmp_path / "broken")
+    for file in (tmp_path / "broken").glob("*.distcp"):
+        file.write_bytes(file.read_bytes()[:100])
+    with pytest.raises(CheckpointError, match="broken cannot be read: rank 0: "):
+        driver.engine.load(tmp_path / "broken")
 
 
 def test_load_of_another_model_names_the_first_difference(workspace, tmp_path):

@@ -5,10 +5,11 @@ A run folder looks like this:
     run.json                            whose run it is: the model's fingerprint
     latest_checkpointed_iteration.txt   the number of the checkpoint in force, for people and scripts
     global_step_40/                     actor/  critic/  driver.pt  COMPLETE
-    global_step_60.partial/             being written, or left behind by a run that died: never read
+    global_step_60.partial/             being written, or left behind by a run that died
 
 The workers write into the `.partial` folder, the driver adds its own state, the marker `COMPLETE` comes last, then the
-folder is renamed. A folder without its marker is passed over with a warning.
+folder is renamed. A folder without its marker is passed over with a warning; a `.partial` one goes when the next run
+takes the run folder.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ import os
 import pickle
 import re
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
@@ -87,10 +89,15 @@ class Checkpoints:
     def __init__(self, folder: str | Path, keep: int | None = None) -> None:
         self.folder = Path(folder).absolute()
         self.keep = keep
-        try:
+        with self._writable():
             self.folder.mkdir(parents=True, exist_ok=True)
             self._lock = _hold(self.folder / ".lock")
-            self._finish_renames()
+            self._tidy()
+
+    @contextmanager
+    def _writable(self) -> Iterator[None]:
+        try:
+            yield
         except OSError as error:
             raise CheckpointError(f"trainer.default_local_dir={self.folder} cannot be written to: {error}") from error
 
@@ -110,7 +117,8 @@ class Checkpoints:
                     f"{fingerprint['architectures']} (config {fingerprint['config_sha256'][:12]}). "
                     "Give this run a folder of its own (trainer.experiment_name or trainer.default_local_dir)."
                 )
-        _write_atomically(path, json.dumps({"format": 1, "model": fingerprint}, indent=1))
+        with self._writable():
+            _write_atomically(path, json.dumps({"format": 1, "model": fingerprint}, indent=1))
 
     def to_resume(self, mode: str, path: str | None = None) -> Path | None:
         """The checkpoint that this run continues from, or None for a fresh start.
@@ -174,12 +182,15 @@ class Checkpoints:
         shutil.rmtree(replaced, ignore_errors=True)
         _sync_folder(self.folder)
 
-    def _finish_renames(self) -> None:
-        """Put a whole checkpoint in its place that a run left beside it: it died while it replaced an older one."""
+    def _tidy(self) -> None:
+        """Finish or remove what a run left behind that died while it wrote a checkpoint, or replaced one by another."""
         for partial in self.folder.glob("global_step_*.partial"):
             final = partial.with_suffix("")
             if (partial / MARKER).exists() and not final.exists():
                 partial.rename(final)
+            else:
+                logger.warning("%s was cut off while it was written and is removed", partial)
+                shutil.rmtree(partial)
         for replaced in self.folder.glob("global_step_*.replaced"):
             if replaced.with_suffix("").exists():
                 shutil.rmtree(replaced)

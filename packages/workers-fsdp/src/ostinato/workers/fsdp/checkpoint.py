@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_state_dict
@@ -51,6 +54,9 @@ def save(
         optimizer: None for a frozen model.
         counters: Small whole numbers that all ranks agree on.
         device: Where the model trains.
+
+    Raises:
+        CheckpointError: It cannot be written, on whichever rank.
     """
     state: dict[str, Any] = {
         "model": _model_state(module),
@@ -59,7 +65,8 @@ def save(
     }
     if optimizer is not None:
         state["optimizer"] = _optimizer_state(module, optimizer)
-    save_state_dict(state, storage_writer=FileSystemWriter(path))
+    with _named(f"checkpoint {path} cannot be written"):
+        save_state_dict(state, storage_writer=FileSystemWriter(path))
 
 
 def load(
@@ -84,7 +91,7 @@ def load(
         The counters.
 
     Raises:
-        CheckpointError: The folder holds no whole checkpoint, or one of another model.
+        CheckpointError: The folder holds no whole checkpoint, or one of another model, or cannot be read.
     """
     metadata = _read_metadata(path)
     saved = set(metadata.state_dict_metadata)
@@ -100,10 +107,21 @@ def load(
     if optimizer is not None:
         _match_optimizer(module, optimizer, saved, device)
         state["optimizer"] = _optimizer_state(module, optimizer)
-    load_state_dict(state, storage_reader=FileSystemReader(path))
+    with _named(f"checkpoint {path} cannot be read"):
+        load_state_dict(state, storage_reader=FileSystemReader(path))
     for kind, value in state["random"][mine].items():
         torch.set_rng_state(value) if kind == "cpu" else torch.cuda.set_rng_state(value, device)
     return {name: int(value) for name, value in state["counters"].items()}
+
+
+@contextmanager
+def _named(what: str) -> Iterator[None]:
+    """Give a failure its text. torch's own is no `Exception`: it would pass every handler up to the driver."""
+    try:
+        yield
+    except CheckpointException as error:
+        failures = [f"rank {rank}: {type(cause).__name__}: {cause}" for rank, (cause, _) in error.failures.items()]
+        raise CheckpointError(f"{what}: {'; '.join(failures)}") from error
 
 
 def _read_metadata(path: Path) -> Metadata:
