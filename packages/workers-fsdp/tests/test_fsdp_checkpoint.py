@@ -31,7 +31,7 @@ def test_disk_that_is_full_and_files_that_are_broken_are_errors_of_this_wheel(wo
 
     with monkeypatch.context() as patch:
         patch.setattr(FileSystemWriter, "write_data", full)
-        with pytest.raises(CheckpointError, match="full cannot be written: rank 0: OSError: .*No space left"):
+        with pytest.raises(CheckpointError, match=r"full cannot be written: rank 0: OSError: .*No space left"):
             driver.engine.save(tmp_path / "full")
     driver.engine.save(tmp_path / "broken")
     for file in (tmp_path / "broken").glob("*.distcp"):
