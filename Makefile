@@ -6,11 +6,12 @@ export TOKENIZERS_PARALLELISM ?= false
 export RAY_ENABLE_UV_RUN_RUNTIME_ENV := 0
 unexport PYTHONDONTWRITEBYTECODE VIRTUAL_ENV
 -include .venv/ostinato.mk
+export PATH := $(PATH):$(CURDIR)/.uv/bin
 BIN := .venv/bin
 PACKAGES := $(wildcard packages/* apps/*)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup ppo test test-gpu check lint types layers isolated figures docs clean
+.PHONY: help setup ppo test test-gpu bench-data suites-alone check lint types layers isolated figures docs clean
 
 help:  ## these lines
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -45,6 +46,14 @@ isolated:
 
 figures:
 	@$(BIN)/python tools/figures.py
+
+suites-alone:  ## protocol and controller, each installed alone, run their own tests
+	@$(BIN)/python tools/isolated.py --suites
+
+bench-data:  ## the data plane against a copy and against verl's DataProto; what a step and a call cost the driver
+	@$(BIN)/python benchmarks/protocol/bench_dataproto.py
+	@$(BIN)/python benchmarks/controller/bench_data_plane.py
+	@$(BIN)/python benchmarks/controller/bench_ranks.py
 
 docs: setup  ## regenerate docs/config.md
 	@$(BIN)/python tools/gen_config_docs.py

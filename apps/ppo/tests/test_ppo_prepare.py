@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 import zipfile
 from importlib.util import find_spec
 from pathlib import Path
@@ -143,13 +142,11 @@ def test_smollm2_says_what_the_installer_said(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("program", ["gsm8k", "smollm2"])
-def test_programs_show_their_help_quickly(program: str):
-    start = time.monotonic()
+def test_programs_show_their_help(program: str):
     done = subprocess.run(
         [sys.executable, "-m", f"ostinato.ppo.prepare.{program}", "--help"], capture_output=True, text=True, check=True
     )
     assert "--local_dir" in done.stdout
-    assert time.monotonic() - start < 10
 
 
 def test_largest_replaces_its_model_and_nothing_else(tmp_path: Path):

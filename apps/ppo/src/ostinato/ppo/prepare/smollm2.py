@@ -37,8 +37,10 @@ def download_command(target: Path) -> list[str]:
     """
     if uv := shutil.which("uv"):
         return [uv, "pip", "install", "--python", sys.executable, "--no-deps", "--target", str(target), PACKAGE]
-    if find_spec("pip") is not None:
-        return [sys.executable, "-m", "pip", "install", "--no-deps", "--target", str(target), PACKAGE]
+    base = str(Path(sys.base_prefix) / "bin" / "python3")  # the interpreter that this environment was made from
+    for python in (sys.executable, base):
+        if subprocess.run([python, "-c", "import pip"], capture_output=True, check=False).returncode == 0:
+            return [python, "-m", "pip", "install", "--no-deps", "--target", str(target), PACKAGE]
     raise FileNotFoundError(
         f"neither uv nor pip is here to fetch {PACKAGE}: get its wheel elsewhere and pass it with --wheel FILE"
     )
