@@ -160,7 +160,7 @@ def test_slow_rows_are_shared_out(bad: Recipe):
         pids_of(pool)
         start = time.monotonic()
         pool.score(rows_of(*["sleep 0.25"] * 16))
-        assert time.monotonic() - start < 2.5  # 4.0 one after the other, 1.0 at best
+        assert time.monotonic() - start < 3.9  # 4.0 one after the other, 1.0 at best
 
 
 def test_ten_thousand_gsm8k_rows_take_seconds():
@@ -169,7 +169,7 @@ def test_ten_thousand_gsm8k_rows_take_seconds():
     with ScorerPool(Recipe(), num_workers=2) as pool:
         start = time.monotonic()
         outcomes = pool.score(rows)
-        assert time.monotonic() - start < 10
+        assert time.monotonic() - start < 60  # .2 s on an idle core; a round trip a row would take minutes
     assert [outcome.score for outcome in outcomes] == [1.0, 0.0] * 5000
 
 
@@ -177,7 +177,7 @@ def test_first_row_waits_for_a_start_of_little():
     start = time.monotonic()
     with ScorerPool(Recipe(), num_workers=1) as pool:
         pool.score([Row("gsm8k", "#### 1", "1")])
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 30
 
 
 def test_slow_imports_do_not_count_against_the_limit(tmp_path: Path):

@@ -88,7 +88,7 @@ def test_gsm8k_long_texts_cost_linear_time():
     for text in ("#" * 10**6, "1," * 10**6, "#### " + " " * 10**6, "-" * 10**6):
         for method in ("strict", "flexible"):
             gsm(text, "3", method=method)
-    assert time.monotonic() - start < 20
+    assert time.monotonic() - start < 60  # quadratic time would be hours
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_math_takes_the_last_closed_box(text: str, content: str | None):
 def test_math_unclosed_boxes_cost_linear_time():
     start = time.monotonic()
     assert math.last_boxed("\\boxed{" * 10**5) is None
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 60
 
 
 @pytest.mark.parametrize(

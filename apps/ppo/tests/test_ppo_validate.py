@@ -125,6 +125,6 @@ def test_a_whole_validation_takes_well_under_a_second():
         {"reward": scores.reshape(-1)},
         answers.reshape(-1).tolist(),
     )
-    assert time.perf_counter() - start < 3  # about .2 s on an idle core
+    assert time.perf_counter() - start < 30  # .2 s on an idle core; a bootstrap takes minutes
     assert metrics["val-core/s/reward/mean@16"].value == pytest.approx(scores.mean())
     assert metrics["val-core/s/reward/maj@16"].value > scores.mean()

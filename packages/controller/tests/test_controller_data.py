@@ -92,13 +92,13 @@ def test_promised_rows_are_known_before_the_call_has_ended(groups):
     group = groups["first"]
     group.coordinates()
     begun = time.monotonic()
-    f = group.double(rows(5), seconds=0.5)
+    f = group.double(rows(5), seconds=2)
     issued = time.monotonic() - begun
     assert (len(f), f.columns) == (5, ("double",))
     g = groups["apart"].total(rows(5).union(f))
     if group.world_size > 1:
-        assert issued < 0.4
-        assert time.monotonic() - begun < 0.4
+        assert issued < 2, "the call was waited for"
+        assert time.monotonic() - begun < 2
     assert g.get().batch["total"].tolist() == [0, 3, 6, 9, 12]
 
 
