@@ -48,7 +48,7 @@ figures:
 	@$(BIN)/python tools/figures.py
 
 suites-alone:  ## protocol and controller, each installed alone, run their own tests
-	@$(BIN)/python tools/isolated.py --suites
+	@$(BIN)/python tools/suites_alone.py
 
 bench-data:  ## the data plane against a copy and against verl's DataProto; what a step and a call cost the driver
 	@$(BIN)/python benchmarks/protocol/bench_dataproto.py

@@ -147,7 +147,11 @@ class Source:
 
     def lies_in(self, store: Store) -> bool:
         """Whether all pieces are in this store."""
-        return all(piece.store is store for piece in self.pieces)
+        return len(self._stores) == 1 and self._stores[0] is store
+
+    @cached_property
+    def _stores(self) -> tuple[Any, ...]:
+        return tuple({id(piece.store): piece.store for piece in self.pieces}.values())
 
     def pieces_with(self, rows: Rows) -> list[int]:
         """Which pieces hold some of these rows; one, if it must be, where there are no rows: it tells the kinds."""

@@ -20,6 +20,7 @@ from ostinato.controller.topology import RankPlace
 from ostinato.controller.watch import Watch, book, current_watch
 from ostinato.controller.worker import WorkerContext
 from ostinato.protocol import DataProto, DataProtoFuture
+from ostinato.protocol.lanes import Store
 
 MOST_AHEAD = 256
 """Calls that may be under way on a pool; one more waits for the oldest."""
@@ -242,11 +243,15 @@ class RayTransport:
 class Packer:
     """Lays arguments out flat; what is not small is replaced by a reference, one for each object.
 
+    Args:
+        store: where rows go that are not there yet.
+
     Attributes:
         stored: references of plain values, by the value's identity.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, store: Store = RAY) -> None:
+        self._store = store
         self.stored: dict[int, Any] = {}
         self._layouts: dict[int, tuple[Any, Any, list[Any]]] = {}
 
@@ -266,7 +271,7 @@ class Packer:
 
     def _laid_out(self, value: DataProto | DataProtoFuture) -> tuple[Any, list[Any]]:
         if id(value) not in self._layouts:
-            layout, references = DataProtoFuture.of(value).layout(RAY)
+            layout, references = DataProtoFuture.of(value).layout(self._store)
             self._layouts[id(value)] = value, layout, [reference for _, reference in references]
         return self._layouts[id(value)][1:]
 
