@@ -40,6 +40,17 @@ def test_disk_that_is_full_and_files_that_are_broken_are_errors_of_this_wheel(wo
         driver.engine.load(tmp_path / "broken")
 
 
+def test_ctrl_c_during_a_save_stays_what_it_is(workspace, tmp_path, monkeypatch):
+    driver = start(fsdp(), workspace / "lm")
+
+    def interrupted(self, *args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(FileSystemWriter, "write_data", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        driver.engine.save(tmp_path)
+
+
 def test_load_of_another_model_names_the_first_difference(workspace, tmp_path):
     start(fsdp(), workspace / "lm").engine.save(tmp_path)
     with pytest.raises(CheckpointError, match="another model"):

@@ -120,6 +120,9 @@ def _named(what: str) -> Iterator[None]:
     try:
         yield
     except CheckpointException as error:
+        for cause, _ in error.failures.values():
+            if isinstance(cause, KeyboardInterrupt):  # torch wraps this too; it is no failure of the checkpoint
+                raise cause from None
         failures = [f"rank {rank}: {type(cause).__name__}: {cause}" for rank, (cause, _) in error.failures.items()]
         raise CheckpointError(f"{what}: {'; '.join(failures)}") from error
 
