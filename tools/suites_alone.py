@@ -40,15 +40,17 @@ def main() -> None:
         locked = pins(uv, here / "locked.txt")
         for name in sys.argv[1:] or list(INSTALL):
             start = time.monotonic()
-            for package in ("protocol", name):
-                build = [uv, "build", "--quiet", "--package", f"ostinato-{package}", "--wheel"]
+            for wheel in {"protocol", name}:
+                build = [uv, "build", "--quiet", "--package", f"ostinato-{wheel}", "--wheel"]
                 subprocess.run([*build, "--out-dir", here / "dist"], cwd=ROOT, check=True)
             subprocess.run([uv, "venv", "--quiet", "--clear", "--python", sys.executable, here / "venv"], check=True)
             python = here / "venv/bin/python"
             install = [uv, "pip", "install", "--quiet", "--python", python, "--find-links", here / "dist"]
             subprocess.run([*install, "--constraint", locked, INSTALL[name], *TOOLS], check=True, cwd=here)
-            tests = here / f"tests_{name}"
-            shutil.copytree(ROOT / "packages" / name / "tests", tests, ignore=shutil.ignore_patterns("__pycache__"))
+            package = ROOT / "packages" / name
+            tests = here / name / "tests"
+            shutil.copytree(package / "tests", tests, ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copy(package / "README.md", here / name)  # its examples are tests
             (here / "pytest.ini").write_text("[pytest]\nmarkers =\n    gpu\n    slow\ntimeout = 600\n")
             run = [python, "-m", "pytest", "-q", "-m", "not gpu", "--import-mode=importlib", "-p", "no:cacheprovider"]
             environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
