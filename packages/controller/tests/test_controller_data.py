@@ -144,6 +144,7 @@ def test_an_error_that_nobody_waits_for_comes_with_the_next_use_of_the_group(gro
     if group.world_size == 1:
         with pytest.raises(LookupError):
             group.fails(rows(4))
+        backend.wait()
         return
     group.fails(rows(4), rank=1)
     with pytest.raises(LookupError, match="rank 1"):

@@ -166,6 +166,10 @@ class Backend(Protocol):
         """Start one role; the group is typed as its worker class."""
         ...
 
+    def wait(self) -> None:
+        """Wait for every call that was sent to any group; raise the first failure, which names the call."""
+        ...
+
     def shutdown(self) -> None:
         """Close the workers and give back what they hold; a second call does nothing."""
         ...

@@ -125,6 +125,9 @@ class LocalBackend:
         """Build one role's worker here; the group is typed as its class."""
         return cast("W", self.launch({role: spec})[role])
 
+    def wait(self) -> None:
+        """Do nothing: a call of this process has ended, and raised what it had to raise, when it returns."""
+
     def shutdown(self) -> None:
         """Close the workers; a process group made by one of them is destroyed."""
         for transport in self._transports:
