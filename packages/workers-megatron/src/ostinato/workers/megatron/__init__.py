@@ -1,0 +1,1 @@
+"""MegatronEngine: ostinato's TrainEngine on Megatron-Core."""
