@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -110,7 +111,9 @@ def main() -> None:
                 f"\n[bold]{algorithm}, seed {seed}[/bold]\n[dim]{shlex.join(['ostinato-ppo', *words[3:]])}[/dim]\n"
             )
             start = time.monotonic()
+            ctrl_c = signal.signal(signal.SIGINT, lambda number, frame: None)  # the run's, which closes what it started
             done = subprocess.run(words, env={**os.environ, "OMP_NUM_THREADS": "1"})
+            signal.signal(signal.SIGINT, ctrl_c)
             if done.returncode:
                 sys.exit(done.returncode)
             rows.append((algorithm, str(seed), f"{time.monotonic() - start:.0f}", figures(folder)))

@@ -115,12 +115,15 @@ def test_ctrl_c_during_a_step_names_the_checkpoint_and_the_same_command_continue
     assert f"step {step + 1}/{step + 1}" in printed
 
 
-def test_ctrl_c_during_a_step_on_ray_leaves_no_process(toy, tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signals_during_a_step_on_ray_leave_no_process(toy, tmp_path, number):
+    """A terminal's Ctrl-C goes to all processes of the run, a scheduler's SIGTERM to the first."""
     program = Program(toy, tmp_path, **LONG)
     program.wait_for(lambda: newest_step(tmp_path) >= 1)
-    program.ctrl_c()
+    program.ctrl_c() if number == signal.SIGINT else program.process.send_signal(number)
     code, text = program.ends()
-    assert code == 130
+    assert code == 128 + number
+    assert ("interrupted" if number == signal.SIGINT else "terminated (SIGTERM)") in text
     assert in_force(text) == newest_step(tmp_path)
     assert "Traceback" not in text
     assert program.left_behind() == []

@@ -13,56 +13,69 @@ from ostinato.controller import CallTimedOut, RayNotRunning, ResourcesUnavailabl
 from ostinato.ppo import cli
 from ostinato.ppo.checkpoint import MARKER
 from ostinato.ppo.config import PpoConfig
-from ostinato.ppo.ending import INTERRUPTED, PATIENCE_S, CtrlC, failure_text, outlook
+from ostinato.ppo.ending import PATIENCE_S, Interrupts, failure_text, outlook
 from ostinato.ppo.errors import DataError, RunFolderBusy
 from ostinato.protocol.errors import ColumnConflictError
 from ostinato.rollout.errors import BackendUnavailableError
 from ostinato.workers.core.errors import ModelMismatchError
 from ostinato.workers.fsdp.errors import ModelLoadError
 
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
 
 @pytest.fixture(autouse=True)
-def sigint():
-    before = signal.getsignal(signal.SIGINT)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+def handlers():
+    before = [signal.signal(number, default) for number, default in zip(SIGNALS, DEFAULTS, strict=True)]
     yield
     signal.alarm(0)
-    signal.signal(signal.SIGINT, before)
+    for number, handler in zip(SIGNALS, before, strict=True):
+        signal.signal(number, handler)
 
 
-def press() -> None:
-    signal.raise_signal(signal.SIGINT)
+DEFAULTS = (signal.default_int_handler, signal.SIG_DFL)
 
 
 @pytest.mark.parametrize("exits", [False, True])
-def test_ctrl_c_once_interrupts_and_again_changes_nothing(exits):
+@pytest.mark.parametrize("number", SIGNALS)
+def test_first_signal_interrupts_and_further_ones_change_nothing(number, exits, capsys):
     def block() -> None:
         try:
-            press()
-        finally:
-            press()  # what is being closed goes on
+            signal.raise_signal(number)
+        finally:  # what is being closed goes on
+            for each in SIGNALS:
+                signal.raise_signal(each)
             assert 0 < signal.alarm(PATIENCE_S) <= PATIENCE_S
 
-    with CtrlC(exits=exits), pytest.raises(KeyboardInterrupt):
+    interrupts = Interrupts(exits=exits)
+    with interrupts, pytest.raises(KeyboardInterrupt):
         block()
+    assert interrupts.say("prog") == 128 + number
+    how = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated (SIGTERM)"}[number]
+    assert capsys.readouterr().err == f"\nprog: {how}; nothing was started\n"
     if exits:  # nothing breaks off the interpreter's exit
-        press()
+        assert [signal.getsignal(each) for each in SIGNALS] == [signal.SIG_IGN] * 2
         assert signal.alarm(0) > 0
     else:
+        assert tuple(signal.getsignal(each) for each in SIGNALS) == DEFAULTS
         assert signal.alarm(0) == 0
-        with pytest.raises(KeyboardInterrupt):
-            press()
 
 
-def test_ctrl_c_leaves_an_ignored_signal_and_other_threads_alone():
+def test_undisturbed_block_leaves_the_handlers_as_they_were():
+    with Interrupts(exits=True):
+        assert signal.getsignal(signal.SIGINT) is not signal.default_int_handler
+    assert tuple(signal.getsignal(each) for each in SIGNALS) == DEFAULTS
+
+
+def test_ignored_signals_and_other_threads_are_left_alone():
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with CtrlC():
+    with Interrupts():
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     signal.signal(signal.SIGINT, signal.default_int_handler)
     seen = []
 
     def elsewhere() -> None:
-        with CtrlC():
+        with Interrupts():
             seen.append(signal.getsignal(signal.SIGINT))
 
     thread = threading.Thread(target=elsewhere)
@@ -72,8 +85,8 @@ def test_ctrl_c_leaves_an_ignored_signal_and_other_threads_alone():
 
 
 def test_ctrl_c_of_a_command_before_there_is_a_run(monkeypatch, capsys):
-    monkeypatch.setattr(cli, "compose", lambda *args, **kwargs: press())
-    assert cli.main(["trainer.nnodes=1"]) == INTERRUPTED == 130
+    monkeypatch.setattr(cli, "compose", lambda *args, **kwargs: signal.raise_signal(signal.SIGINT))
+    assert cli.main(["trainer.nnodes=1"]) == 130
     assert capsys.readouterr().err == "\nostinato-ppo: interrupted; nothing was started\n"
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ostinato.ppo.ending import CtrlC, failure_text, outlook
+from ostinato.ppo.ending import Interrupts, failure_text, outlook
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
@@ -69,20 +69,20 @@ def main(argv: Sequence[str] | None = None, *, exits: bool = False) -> int:
 
     Args:
         argv: arguments without the program's name; None takes the process's own.
-        exits: the process ends after this; see `CtrlC`.
+        exits: the process ends after this; see `Interrupts`.
 
     Returns:
         Exit code: 0 done, 1 this machine cannot run it or the run failed on its way, 2 the command is faulty, 130
-        Ctrl-C ended it.
+        Ctrl-C ended it, 143 SIGTERM did.
     """
-    with CtrlC(exits=exits) as ctrl_c:
+    with Interrupts(exits=exits) as interrupts:
         try:
-            return _main(argv, ctrl_c)
+            return _main(argv, interrupts)
         except KeyboardInterrupt:
-            return ctrl_c.say()
+            return interrupts.say(PROGRAM)
 
 
-def _main(argv: Sequence[str] | None, ctrl_c: CtrlC) -> int:
+def _main(argv: Sequence[str] | None, interrupts: Interrupts) -> int:
     options = _parse(list(sys.argv[1:] if argv is None else argv))
     if isinstance(options, int):
         return options
@@ -105,7 +105,7 @@ def _main(argv: Sequence[str] | None, ctrl_c: CtrlC) -> int:
         logger.warning(warning)
     if checked.config.trainer.dry_run:
         return _write("Everything checked; nothing was started (trainer.dry_run=True).\n")
-    ctrl_c.text = lambda: f"{PROGRAM}: interrupted; {outlook(checked.config)}"
+    interrupts.text = lambda: outlook(checked.config)
     return _run(checked.config)
 
 

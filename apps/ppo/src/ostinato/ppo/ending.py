@@ -1,4 +1,4 @@
-"""How a run ends that does not come to its end: on Ctrl-C, and after a failure."""
+"""How a run ends that does not come to its end: on Ctrl-C or SIGTERM, and after a failure."""
 
 from __future__ import annotations
 
@@ -13,54 +13,61 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self
 if TYPE_CHECKING:
     from ostinato.ppo.config import PpoConfig
 
-INTERRUPTED = 130
-"""Exit code of a run that Ctrl-C ended: 128 + SIGINT."""
-
 PATIENCE_S = 30
 """Seconds that an interrupted run gets to close what it has opened (it takes a few), before the kernel ends it."""
 
+_HEEDED = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+"""What ends a run in order, and its handler where nobody has changed it."""
 
-class CtrlC:
-    """A `with` block that Ctrl-C ends in order.
 
-    The first Ctrl-C raises `KeyboardInterrupt` in the block; those that come while it unwinds change nothing, so that
-    what the block has started is closed. Where SIGINT is ignored (`nohup`), or this is not the main thread, nothing is
-    changed.
+class Interrupts:
+    """A `with` block that Ctrl-C, or the SIGTERM of a scheduler, ends in order.
+
+    The first one raises `KeyboardInterrupt` in the block; those that come while it unwinds change nothing, so that what
+    the block has started is closed. A signal that is ignored (`nohup`) or handled otherwise stays so; on other threads
+    than the main one nothing is changed.
 
     Args:
-        exits: the process ends after the block: once interrupted, it ignores Ctrl-C until it is gone.
+        exits: the process ends after the block: once interrupted, it ignores further signals until it is gone.
 
     Attributes:
-        text: says what was interrupted and how it goes on; replaced once there is a run.
+        text: says how an interrupted command goes on; replaced once there is a run.
+        code: exit code of an interrupted command: 128 + the signal's number.
     """
 
     def __init__(self, *, exits: bool = False) -> None:
         self._exits = exits
-        self.text: Callable[[], str] = lambda: "ostinato-ppo: interrupted; nothing was started"
-        self._before: Any = None
+        self._before: dict[signal.Signals, Any] = {}
+        self.text: Callable[[], str] = lambda: "nothing was started"
+        self.code = 0
 
     def __enter__(self) -> Self:
-        main = threading.current_thread() is threading.main_thread()
-        if main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-            self._before = signal.signal(signal.SIGINT, self._interrupt)
+        if threading.current_thread() is threading.main_thread():
+            heeded = [number for number, default in _HEEDED.items() if signal.getsignal(number) is default]
+            self._before = {number: signal.signal(number, self._interrupt) for number in heeded}
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        interrupted = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-        if self._before is not None and not (interrupted and self._exits):
+        if self.code and self._exits:
+            return
+        if self.code:
             signal.alarm(0)
-            signal.signal(signal.SIGINT, self._before)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
 
-    def say(self) -> int:
-        """Write the text to standard error; returns the exit code."""
-        sys.stderr.write(f"\n{self.text()}\n")  # the terminal's ^C stands on the line before
+    def say(self, program: str) -> int:
+        """Write what was interrupted to standard error; returns the exit code."""
+        how = "terminated (SIGTERM)" if self.code == 128 + signal.SIGTERM else "interrupted"
+        sys.stderr.write(f"\n{program}: {how}; {self.text()}\n")  # the terminal's ^C stands on the line before
         sys.stderr.flush()
-        return INTERRUPTED
+        return self.code or 128 + signal.SIGINT
 
     def _interrupt(self, number: int, frame: FrameType | None) -> NoReturn:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        for each in self._before:
+            signal.signal(each, signal.SIG_IGN)
+        self.code = 128 + number
         signal.alarm(PATIENCE_S)
         raise KeyboardInterrupt
 

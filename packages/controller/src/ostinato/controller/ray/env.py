@@ -36,7 +36,8 @@ def init_ray(
     """Start Ray on this machine, or join a cluster; nothing happens if this process has joined one already.
 
     Call it before anything else imports ray, so that the settings made here count. Settings that the environment has
-    already are left alone. A Ctrl-C that comes while Ray starts on this machine takes effect once it has started.
+    already are left alone, and so is this process's handler of SIGTERM. A Ctrl-C that comes while Ray starts on this
+    machine takes effect once it has started.
 
     Args:
         num_cpus: CPUs that this machine offers; None counts them. Not for a running cluster.
@@ -67,11 +68,12 @@ def init_ray(
     address = address or os.environ.get("RAY_ADDRESS")
     if address:
         _require_answer(address)
-        ray.init(address=address, **options)
+        with _sigterm_left_alone():
+            ray.init(address=address, **options)
         return
     if object_store_memory is None and not num_gpus and not _has_gpu():
         object_store_memory = min(2 * _GIBIBYTE, max(_free_memory() // 6, 80 * 1024**2))
-    with _ctrl_c_held_back():
+    with _ctrl_c_held_back(), _sigterm_left_alone():
         ray.init(
             address="local",
             num_cpus=num_cpus,  # pyright: ignore[reportArgumentType]
@@ -117,6 +119,17 @@ def require_ray() -> None:
         raise RayNotRunning(
             "RayBackend: Ray is not running in this process; call ostinato.controller.ray.init_ray() first"
         )
+
+
+@contextmanager
+def _sigterm_left_alone() -> Iterator[None]:
+    """Put the handler of SIGTERM back after the block: with Ray's own the process aborts and prints its stack."""
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread() and before is not None:
+            signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager
