@@ -11,7 +11,7 @@ BIN := .venv/bin
 PACKAGES := $(wildcard packages/* apps/*)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup ppo test test-gpu bench-data suites-alone check lint types layers isolated figures docs clean
+.PHONY: help setup ppo test test-gpu bench-data bench-algos suites-alone check lint types layers isolated figures docs clean
 
 help:  ## these lines
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -47,10 +47,13 @@ isolated:
 figures:
 	@$(BIN)/python tools/figures.py
 
-suites-alone:  ## protocol and controller, each installed alone, run their own tests
+suites-alone: setup  ## protocol and controller, each installed alone, run their own tests
 	@$(BIN)/python tools/suites_alone.py
 
-bench-data:  ## the data plane against a copy and against verl's DataProto; what a step and a call cost the driver
+bench-algos: setup  ## advantage estimators and statistics against verl's functions and a memory copy
+	@$(BIN)/python benchmarks/algos/bench_verl.py
+
+bench-data: setup  ## the data plane against a copy and against verl's DataProto; what a step and a call cost the driver
 	@$(BIN)/python benchmarks/protocol/bench_dataproto.py
 	@$(BIN)/python benchmarks/controller/bench_data_plane.py
 	@$(BIN)/python benchmarks/controller/bench_ranks.py
