@@ -1,0 +1,218 @@
+"""Configuration of the Megatron engine; the key names are the field's (`actor.megatron.*`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
+from typing import Any
+
+from ostinato.workers.megatron.errors import MegatronConfigError
+
+DTYPES = ("auto", "fp32", "bf16")
+OWNED = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+    "sequence_parallel",
+    "calculate_per_token_loss",
+    "variable_seq_lengths",
+    "params_dtype",
+    "bf16",
+    "fp16",
+)
+"""Entries of Megatron's TransformerConfig that have a key of their own here, or that the engine's contract fixes."""
+
+
+@dataclass(frozen=True)
+class MegatronConfig:
+    """How one model lies on its ranks: rank = tp + tp_size · (cp + cp_size · (dp + dp_size · pp)).
+
+    Attributes:
+        tensor_model_parallel_size: ranks that share each layer's matrices.
+        pipeline_model_parallel_size: stages that the layers are dealt over.
+        virtual_pipeline_model_parallel_size: pieces of the model a stage holds (interleaved schedule); null for one.
+        context_parallel_size: ranks that share each sequence. Needs TransformerEngine.
+        expert_model_parallel_size: data-parallel ranks that a mixture's experts are dealt over.
+        expert_tensor_parallel_size: ranks that share each expert's matrices; null: as the other layers.
+        sequence_parallel: split what lies between the matrices over the tensor-parallel ranks too. Needs
+            TransformerEngine.
+        use_distributed_optimizer: split the optimizer's state over the data-parallel ranks.
+        param_offload: keep parameters in host memory between the calls that need them.
+        grad_offload: free the gradient buffers whenever parameters or optimizer state leave the device.
+        optimizer_offload: keep the optimizer's state in host memory between updates.
+        dtype: type of the matrix products and of the weights that are handed on; `auto` is bf16 on a GPU and fp32 on a
+            CPU. The optimizer's own weights are fp32.
+        seed: of Megatron's random streams. Nothing here draws from them: dropout is off.
+        override_transformer_config: entries of Megatron's TransformerConfig, for instance `recompute_granularity`,
+            `recompute_method`, `recompute_num_layers`, `attention_backend`, `transformer_impl` (`local` or
+            `transformer_engine`), `moe_token_dispatcher_type`.
+        override_ddp_config: entries of Megatron's DistributedDataParallelConfig.
+    """
+
+    tensor_model_parallel_size: int = 1
+    pipeline_model_parallel_size: int = 1
+    virtual_pipeline_model_parallel_size: int | None = None
+    context_parallel_size: int = 1
+    expert_model_parallel_size: int = 1
+    expert_tensor_parallel_size: int | None = None
+    sequence_parallel: bool = False
+    use_distributed_optimizer: bool = True
+    param_offload: bool = False
+    grad_offload: bool = False
+    optimizer_offload: bool = False
+    dtype: str = "auto"
+    seed: int = 42
+    override_transformer_config: dict[str, Any] = field(default_factory=dict)
+    override_ddp_config: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Check every value that can be checked without a model and without ranks.
+
+        Raises:
+            MegatronConfigError: A value cannot be used; the text names the key.
+        """
+        for name in ("tensor", "pipeline", "virtual_pipeline", "expert"):
+            _at_least_one(self, f"{name}_model_parallel_size")
+        for name in ("context_parallel_size", "expert_tensor_parallel_size"):
+            _at_least_one(self, name)
+        virtual = self.virtual_pipeline_model_parallel_size
+        if virtual is not None and self.pipeline_model_parallel_size == 1:
+            raise MegatronConfigError(
+                f"megatron.virtual_pipeline_model_parallel_size: {virtual} pieces a stage need more than one stage, and "
+                "megatron.pipeline_model_parallel_size=1; set it to null"
+            )
+        if self.sequence_parallel and self.tensor_model_parallel_size == 1:
+            raise MegatronConfigError(
+                "megatron.sequence_parallel: True splits over tensor-parallel ranks, and "
+                "megatron.tensor_model_parallel_size=1; set it to False"
+            )
+        if self.dtype not in DTYPES:
+            raise MegatronConfigError(f"megatron.dtype: expected one of {', '.join(DTYPES)}, got {self.dtype!r}")
+        for name in OWNED:
+            if name in self.override_transformer_config:
+                raise MegatronConfigError(
+                    f"megatron.override_transformer_config.{name}: the engine sets this itself; "
+                    + (f"use megatron.{name}" if hasattr(self, name) else "leave it out")
+                )
+
+    @property
+    def model_size(self) -> int:
+        """Ranks that share one copy of the model's dense layers, context-parallel ranks included."""
+        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """What Megatron's process groups follow from; engines of one process must agree about these."""
+        names = (
+            "tensor_model_parallel_size",
+            "pipeline_model_parallel_size",
+            "virtual_pipeline_model_parallel_size",
+            "context_parallel_size",
+            "expert_model_parallel_size",
+            "expert_tensor_parallel_size",
+        )
+        return {name: getattr(self, name) for name in names}
+
+
+def _at_least_one(config: MegatronConfig, name: str) -> None:
+    value = getattr(config, name)
+    if value is not None and value < 1:
+        raise MegatronConfigError(f"megatron.{name}: expected at least 1, got {value}")
+
+
+def as_megatron_config(value: MegatronConfig | Mapping[str, Any] | None) -> MegatronConfig:
+    """The engine's config from what a role worker passes on.
+
+    Raises:
+        MegatronConfigError: A key is unknown; the text names the nearest one.
+    """
+    if isinstance(value, MegatronConfig):
+        return value
+    entries = dict(value or {})
+    known = [entry.name for entry in fields(MegatronConfig)]
+    for key in entries:
+        if key not in known:
+            near = get_close_matches(key, known, n=1)
+            hint = f"; did you mean {near[0]}?" if near else f"; known: {', '.join(known)}."
+            raise MegatronConfigError(f"megatron.{key}: unknown key{hint}")
+    return MegatronConfig(**entries)
+
+
+def layout_problems(
+    config: MegatronConfig,
+    ranks: int,
+    *,
+    num_heads: int | None = None,
+    num_kv_heads: int | None = None,
+    num_layers: int | None = None,
+    num_experts: int | None = None,
+) -> list[tuple[str, str]]:
+    """What of a layout does not fit a number of ranks and a model, with the numbers that would; nothing is imported.
+
+    Args:
+        config: the layout.
+        ranks: processes of the role.
+        num_heads: attention heads of the model; what is None is not checked.
+        num_kv_heads: key and value heads.
+        num_layers: decoder layers.
+        num_experts: experts of a mixture; 0 for a dense model.
+
+    Returns:
+        (key below `megatron`, text) of each fault; empty where the layout fits.
+    """
+    problems: list[tuple[str, str]] = []
+    tp, pp = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
+    for what, number in (("attention heads", num_heads), ("key/value heads", num_kv_heads)):
+        if number and number % tp:
+            fits = [size for size in divisors(number) if ranks % size == 0]
+            problems.append(
+                ("tensor_model_parallel_size", f"{tp} does not divide the model's {number} {what}; take one of {fits}")
+            )
+            break
+    pieces = pp * (config.virtual_pipeline_model_parallel_size or 1)
+    if num_layers and num_layers % pieces:
+        fits = [size for size in divisors(num_layers) if ranks % size == 0]
+        problems.append(
+            (
+                "pipeline_model_parallel_size",
+                f"{pieces} pieces (stages × virtual stages) do not divide the model's {num_layers} layers; "
+                f"take one of {fits}",
+            )
+        )
+    if ranks % config.model_size:
+        key = "pipeline_model_parallel_size" if ranks % tp == 0 and pp > 1 else "tensor_model_parallel_size"
+        rest = config.model_size // getattr(config, key)
+        fits = divisors(ranks // rest) if ranks % rest == 0 else []
+        text = (
+            f"tp {tp} × pp {pp} × cp {config.context_parallel_size} = {config.model_size} ranks do not divide {ranks}"
+        )
+        problems.append((key, text + (f"; take one of {fits}" if fits else "; lower the other sizes first")))
+    problems += _expert_problems(config, ranks, num_experts)
+    return problems
+
+
+def _expert_problems(config: MegatronConfig, ranks: int, num_experts: int | None) -> list[tuple[str, str]]:
+    key, size = "expert_model_parallel_size", config.expert_model_parallel_size
+    if size > 1 and num_experts == 0:
+        return [(key, f"{size} deals experts over ranks, and the model has none; take 1")]
+    if num_experts and num_experts % size:
+        return [(key, f"{size} does not divide the model's {num_experts} experts; take one of {divisors(num_experts)}")]
+    expert_tp = config.expert_tensor_parallel_size or config.tensor_model_parallel_size
+    block = expert_tp * size * config.pipeline_model_parallel_size
+    if ranks % block and (size > 1 or config.expert_tensor_parallel_size):
+        rest = expert_tp * config.pipeline_model_parallel_size
+        fits = (
+            [n for n in divisors(ranks // rest) if not num_experts or num_experts % n == 0] if not ranks % rest else []
+        )
+        text = f"expert tp {expert_tp} × ep {size} × pp {config.pipeline_model_parallel_size} = {block} ranks do not"
+        return [(key, f"{text} divide {ranks}; take one of {fits or [1]}")]
+    return []
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors, in order."""
+    return [size for size in range(1, number + 1) if number % size == 0]

@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+
+import pytest
+
+from ostinato.workers.megatron import MegatronConfig, MegatronError
+from ostinato.workers.megatron.config import as_megatron_config, layout_problems
+from ostinato.workers.megatron.errors import MegatronConfigError
+
+
+def test_megatron_import_touches_no_device_and_no_engine():
+    """H-61: importing the package, its config and its engine's name needs no GPU and imports no Megatron-Core."""
+    code = (
+        "import sys\n"
+        "import ostinato.workers.megatron as wheel\n"
+        "assert not {'torch', 'megatron', 'transformers'} & set(sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+@pytest.mark.parametrize(
+    ("entries", "text"),
+    [
+        ({"tensor_model_parallel_size": 0}, "megatron.tensor_model_parallel_size: expected at least 1, got 0"),
+        ({"expert_tensor_parallel_size": 0}, "megatron.expert_tensor_parallel_size: expected at least 1"),
+        ({"virtual_pipeline_model_parallel_size": 2}, "megatron.pipeline_model_parallel_size=1"),
+        ({"sequence_parallel": True}, "megatron.tensor_model_parallel_size=1"),
+        ({"dtype": "fp8"}, "megatron.dtype: expected one of auto, fp32, bf16"),
+        ({"override_transformer_config": {"sequence_parallel": True}}, "use megatron.sequence_parallel"),
+        ({"override_transformer_config": {"calculate_per_token_loss": False}}, "leave it out"),
+        ({"tensor_parallel_size": 2}, "did you mean tensor_model_parallel_size"),
+    ],
+)
+def test_megatron_config_refuses_what_cannot_work(entries, text):
+    with pytest.raises(MegatronConfigError, match=text) as caught:
+        as_megatron_config(entries)
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert str(again) == str(caught.value)
+    assert isinstance(again, (MegatronError, ValueError))
+
+
+@pytest.mark.parametrize(
+    ("entries", "ranks", "key", "text"),
+    [
+        ({"tensor_model_parallel_size": 3}, 4, "tensor_model_parallel_size", "take one of [1, 2, 4]"),
+        ({"tensor_model_parallel_size": 4}, 4, "tensor_model_parallel_size", "2 key/value heads; take one of [1, 2]"),
+        ({"pipeline_model_parallel_size": 4}, 4, "pipeline_model_parallel_size", "6 layers; take one of [1, 2]"),
+        ({"pipeline_model_parallel_size": 3}, 4, "pipeline_model_parallel_size", "take one of [1, 2, 4]"),
+        (
+            {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 3},
+            8,
+            "pipeline_model_parallel_size",
+            "tp 2 × pp 3 × cp 1 = 6 ranks do not divide 8; take one of [1, 2, 4]",
+        ),
+        ({"expert_model_parallel_size": 3}, 3, "expert_model_parallel_size", "4 experts; take one of [1, 2, 4]"),
+        ({"expert_model_parallel_size": 4}, 2, "expert_model_parallel_size", "take one of [1, 2]"),
+    ],
+)
+def test_megatron_layout_that_does_not_fit_names_the_number_that_would(entries, ranks, key, text):
+    config = MegatronConfig(**entries)
+    problems = layout_problems(config, ranks, num_heads=4, num_kv_heads=2, num_layers=6, num_experts=4)
+    assert key in dict(problems)
+    assert any(name == key and text in message for name, message in problems), problems
+
+
+def test_megatron_layout_that_fits_has_no_problem():
+    config = MegatronConfig(tensor_model_parallel_size=2, pipeline_model_parallel_size=2, expert_model_parallel_size=2)
+    assert layout_problems(config, 8, num_heads=4, num_kv_heads=2, num_layers=6, num_experts=4) == []
+    assert "the model has none" in layout_problems(config, 8, num_experts=0)[0][1]
