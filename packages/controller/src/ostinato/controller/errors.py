@@ -53,6 +53,10 @@ class GroupsNotFound(ControllerError, LookupError):  # noqa: N818  (names what h
     """No detached groups have this name."""
 
 
+class GroupsExist(ControllerError, ValueError):  # noqa: N818  (names what happened)
+    """Detached groups of this name run already."""
+
+
 class GroupStopped(ControllerError, RuntimeError):  # noqa: N818  (names what happened)
     """The processes of this group were stopped; the text says why."""
 

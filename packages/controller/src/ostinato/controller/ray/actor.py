@@ -53,7 +53,7 @@ class Identity:
         rank: its rank and place on its node.
         device_type: "cuda" or "cpu".
         classes: role -> pickled class of its worker.
-        placement_group: id of the placement group that it is in.
+        sizes: pool -> number of processes, of all pools that it has heard of.
     """
 
     pool: str
@@ -61,7 +61,7 @@ class Identity:
     rank: RankPlace
     device_type: str
     classes: dict[str, bytes]
-    placement_group: str
+    sizes: dict[str, int]
 
 
 class HostActor:
@@ -76,6 +76,7 @@ class HostActor:
         self._host = RoleHost()
         self._place: ProcessPlace | None = None
         self._rank: tuple[RankPlace, str] | None = None
+        self._sizes: dict[str, int] = {}
 
     def __repr__(self) -> str:
         return self._name
@@ -107,19 +108,21 @@ class HostActor:
 
         return self._guard("", settle)
 
+    def remember(self, sizes: dict[str, int]) -> tuple[Status, None]:
+        """Keep how many processes each pool of the run has, for drivers that attach when some of them have ended."""
+        return self._guard("", partial(self._sizes.update, sizes))
+
     def identity(self) -> tuple[Status, Identity | None]:
         """Say what another driver needs to know."""
 
         def here() -> Identity:
-            import ray
             from ray import cloudpickle
 
             assert self._place is not None
             assert self._rank is not None
             dumps = cloudpickle.dumps  # pyright: ignore[reportPrivateImportUsage]
             classes = {role: dumps(cls) for role, cls in self._host.classes().items()}
-            group = ray.get_runtime_context().get_placement_group_id() or ""
-            return Identity(self._name.rpartition("/")[0], self._place, *self._rank, classes, group)
+            return Identity(self._name.rpartition("/")[0], self._place, *self._rank, classes, self._sizes)
 
         return self._guard("", here)
 

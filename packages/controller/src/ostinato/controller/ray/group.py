@@ -11,8 +11,8 @@ from typing import Any, TypeVar, cast
 from ostinato.controller.errors import PlacementError
 from ostinato.controller.group import WorkerGroup
 from ostinato.controller.pool import ResourcePoolManager, SubPool
+from ostinato.controller.ray import detached
 from ostinato.controller.ray.actor import HostActor, ProcessPlace
-from ostinato.controller.ray.detached import actor_name, find_detached
 from ostinato.controller.ray.env import require_ray
 from ostinato.controller.ray.liveness import Patience, Reply, wait_for_replies
 from ostinato.controller.ray.pool import Slot, release, reserve
@@ -42,13 +42,14 @@ class RayBackend:
         futures: whether calls that give rows return a `DataProtoFuture` at once; False waits and brings the rows here.
         check_writes: debug mode: a method that writes into a column that it shares with others is named.
         name: makes the groups detached: they outlive this driver until a `shutdown`, and another driver of the cluster
-            finds them by this name with `RayBackend.attach(name)`.
+            finds them by this name with `RayBackend.attach(name)`. Text without a slash.
 
     Attributes:
         groups: role -> group, of all roles launched or attached to.
 
     Raises:
         RayNotRunning: this process has not joined a cluster.
+        PlacementError: the name cannot be one.
     """
 
     def __init__(
@@ -66,7 +67,8 @@ class RayBackend:
         name: str | None = None,
     ) -> None:
         require_ray()
-        self._name = name
+        self._name = None if name is None else detached.checked_name(name)
+        self._attached = False
         self.groups: dict[str, WorkerGroup] = {}
         self._pools = pools
         self._reserve_timeout_s = reserve_timeout_s
@@ -87,9 +89,29 @@ class RayBackend:
 
         Raises:
             ResourcesUnavailable: a pool does not fit the cluster.
-            PlacementError: a role has no pool, a pool is not known, or its slots hold `max_colocate` processes already.
+            PlacementError: a role has no pool, a pool is not known, its slots hold `max_colocate` processes already, a
+                role was launched before, or this backend was attached.
+            GroupsExist: the groups are to be detached, and others have their name.
             WorkerFailed: a process did not come up. A worker's exception comes as its own type where it pickles.
         """
+        if self._attached:
+            raise PlacementError(
+                f"this backend was attached to {self._name!r} and has no pools of its own; launch with another backend"
+            )
+        if again := [role for role in roles if role in self.groups]:
+            raise PlacementError(f"role(s) {again} were launched by this backend already; they are in its `groups`")
+        if self._name is not None and not self._reserved:
+            detached.require_unused(self._name)
+        try:
+            return self._launch(roles, placement)
+        except BaseException:
+            if self._name is not None and not self.groups:
+                self.shutdown()  # nobody else would end what outlives this driver
+            raise
+
+    def _launch(
+        self, roles: Mapping[str, WorkerSpec[Any]], placement: Mapping[str, str] | None
+    ) -> dict[str, WorkerGroup]:
         placed = self._pools.place(roles, placement)
         # All pools are reserved before any process starts: what does not fit is known within seconds.
         for name in placed:
@@ -97,6 +119,8 @@ class RayBackend:
         for name in placed:
             if name not in self._processes:
                 self._processes[name] = self._start_processes(self._pools[name])
+        if self._name is not None:
+            self._tell_sizes()
         for name, of_pool in placed.items():
             for role in of_pool:
                 self._build(self._processes[name], role, roles[role])
@@ -122,16 +146,27 @@ class RayBackend:
 
         Raises:
             GroupsNotFound: there are none of this name.
+            GroupStopped: some of their processes have ended.
         """
-        backend = cls(ResourcePoolManager([]), **options)
-        backend._name = name
-        found = find_detached(name, backend._ledger, backend._starting)
-        for pool, (processes, classes, slots) in found.items():
+        backend = cls(ResourcePoolManager([]), name=name, **options)
+        found = detached.find_detached(name, backend._ledger, backend._starting)
+        backend._attached = True
+        backend._slots[name] = detached.slots_of(name)
+        for pool, (processes, classes) in found.items():
             backend._processes[pool] = processes
-            backend._slots[pool] = slots
             for role, worker_class in classes.items():
                 backend.groups[role] = backend._group(role, worker_class, pool)
         return backend
+
+    @staticmethod
+    def discard(name: str) -> None:
+        """End detached groups that `attach` refuses, or that nobody needs to close: their processes are killed.
+
+        Raises:
+            GroupsNotFound: there are none of this name.
+        """
+        require_ray()
+        detached.discard(name)
 
     def launch_one(self, role: str, spec: WorkerSpec[W], pool: str | None = None) -> W:
         """Start one role; the group is typed as its worker class."""
@@ -179,9 +214,8 @@ class RayBackend:
                     "process(es) already; raise max_colocate, or use sub-pools that do not overlap"
                 )
         if pool.parent.name not in self._slots:
-            self._slots[pool.parent.name] = reserve(
-                pool.parent, self._reserve_timeout_s, detached=self._name is not None
-            )
+            name = detached.slots_name(self._name)
+            self._slots[pool.parent.name] = reserve(pool.parent, self._reserve_timeout_s, name=name)
         self._used.update((pool.parent.name, slot) for slot in range(pool.first, pool.first + pool.size))
         self._reserved.add(pool.name)
 
@@ -199,7 +233,7 @@ class RayBackend:
                 max_restarts=0,
                 runtime_env={"env_vars": self._process_env(pool)},
                 scheduling_strategy=PlacementGroupSchedulingStrategy(slot.group, slot.bundle),
-                **actor_name(self._name, pool.name, index),
+                **detached.actor_name(self._name, pool.name, index),
             ).remote(f"{pool.name}/{index}")
             for index, slot in enumerate(self._slots[whole.name][pool.first : pool.first + pool.size])
         ]
@@ -210,6 +244,12 @@ class RayBackend:
         ]
         self._everywhere(pool.name, processes.actors, "prepare", arguments)
         return processes
+
+    def _tell_sizes(self) -> None:
+        """Let every process know of all, so that a driver that attaches later knows if one is missing."""
+        sizes = {name: len(processes.actors) for name, processes in self._processes.items()}
+        for name, processes in self._processes.items():
+            self._everywhere(name, processes.actors, "remember", [(sizes,)] * len(processes.actors), processes)
 
     def _process_env(self, pool: SubPool) -> dict[str, str]:
         whole = pool.parent

@@ -24,13 +24,13 @@ class Slot:
     bundle: int
 
 
-def reserve(pool: ResourcePool, timeout_s: float, *, detached: bool = False) -> list[Slot]:
+def reserve(pool: ResourcePool, timeout_s: float, *, name: str | None = None) -> list[Slot]:
     """Reserve all slots of a pool.
 
     Args:
         pool: what to reserve.
         timeout_s: how long to wait for resources that the cluster has but that are not free now.
-        detached: whether they stay reserved when this driver ends.
+        name: of the placement groups, which then stay when this driver ends; None for ones that go with it.
 
     Returns:
         The slots, in the order of `processes_on_nodes`.
@@ -50,9 +50,14 @@ def reserve(pool: ResourcePool, timeout_s: float, *, detached: bool = False) -> 
         time.sleep(_POLL_S)
     # Largest first: a small entry must not take the one node on which a large one fits.
     counts = pool.processes_on_nodes
-    lifetime = "detached" if detached else None
+    lifetime = None if name is None else "detached"
     made = {
-        entry: placement_group([pool.bundle()] * counts[entry], strategy="STRICT_PACK", lifetime=lifetime)
+        entry: placement_group(
+            [pool.bundle()] * counts[entry],
+            strategy="STRICT_PACK",
+            name="" if name is None else f"{name}/{pool.name}/{entry}",
+            lifetime=lifetime,
+        )
         for entry in sorted(range(len(counts)), key=lambda entry: -counts[entry])
     }
     groups = [made[entry] for entry in range(len(counts))]
