@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from ostinato.controller import (
+    Broadcast,
     ColumnWritten,
     LocalBackend,
     RegistrationError,
@@ -24,6 +25,7 @@ from ostinato.controller import (
 from ostinato.controller.ray import RayBackend, init_ray, shutdown_ray
 from ostinato.controller.testing import EchoWorker
 from ostinato.protocol import DataProto, DataProtoFuture
+from ostinato.protocol.errors import ColumnMismatchError, MissingColumnError
 from ostinato.protocol.testing import assert_equal
 
 
@@ -113,6 +115,23 @@ def test_broken_promises_are_named(groups):
     with pytest.raises(ResultMismatch, match=r"keeps_rows=True: expected the columns \['double'\], \d rows"):
         groups["first"].breaks_promise(rows(4)).get()
     assert groups["first"].double(rows(1)).get().batch["double"].tolist() == [0]
+
+
+def test_columns_that_a_method_requires_are_looked_for_before_anything_is_sent(groups):
+    group = groups["first"]
+    values = torch.zeros(3, 4)
+    whole = rows(3, values=values, unread=torch.zeros(3))
+    for batch in (whole, DataProtoFuture.of(whole), group.echo_later(whole)):
+        assert set(group.needs(batch).meta_info["columns"]) == {"x", "label", "values"}
+        assert set(group.needs(other=rows(3), batch=batch).meta_info["columns"]) == {"x", "label", "values"}
+    says = r"role 'first', method 'needs': the batch lacks 'values' \(from critic.compute_values\); it has \['x', 'la"
+    for batch in (rows(3), DataProtoFuture.of(rows(3)), Broadcast(rows(3))):
+        with pytest.raises(MissingColumnError, match=says):
+            group.needs(batch, other=whole)
+    with pytest.raises(MissingColumnError, match=r"'values'.*, 'x'; it has no columns"):
+        group.needs(DataProto())
+    with pytest.raises(ColumnMismatchError, match=r"'needs': column 'values' must be torch.float32, got torch.float64"):
+        group.needs(rows(3, values=values.double()))
 
 
 def test_registration_of_a_promise_needs_columns_and_rows():

@@ -89,6 +89,13 @@ def test_group_splits_every_proto(echo):
     assert back.batch["seen"].tolist() == [3 // echo.world_size] * 6
 
 
+def test_keywords_count_in_the_order_of_the_parameters(echo):
+    """Which batch is the first, and which argument the function, does not hang on how a call is written."""
+    assert echo.seen_columns(batch=rows(3)).meta_info["columns"] == ["x"]
+    assert len(echo.apply(batch=rows(3), function=lambda batch: batch)) == 3
+    assert echo.scaled_rows(by=rows(1), batch=rows(5)).get().batch["scaled"].tolist() == [0, 1, 2, 3, 4]
+
+
 def test_group_sends_only_the_columns_that_are_read(echo):
     batch = DataProto.from_dict({"x": torch.arange(3), "unread": torch.zeros(3, 1000)})
     assert echo.seen_columns(batch).meta_info["columns"] == ["x"]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 from ostinato.controller.arrival import Contract, Left
-from ostinato.controller.dispatch import Call, Plan, describe_kinds
+from ostinato.controller.dispatch import Broadcast, Call, Plan, describe_kinds
 from ostinato.controller.errors import CollectError
 from ostinato.controller.topology import RankPlace
 from ostinato.protocol import DataProto, DataProtoFuture, Metric, merge_metrics
@@ -207,8 +207,14 @@ def sizes_of(plan: Plan) -> list[int] | None:
     for rank in plan.answering:
         call = plan.calls[rank]
         assert call is not None
-        given = [v for v in (*call.args, *call.kwargs.values()) if isinstance(v, DataProto | DataProtoFuture)]
+        given = batches_of(call)
         if not given:
             return None
         sizes.append(len(given[0]))
     return sizes
+
+
+def batches_of(call: Call) -> list[DataProto | DataProtoFuture]:
+    """The batches among the arguments of a call, in order; one that is marked for every rank counts."""
+    values = [v.value if isinstance(v, Broadcast) else v for v in (*call.args, *call.kwargs.values())]
+    return [value for value in values if isinstance(value, DataProto | DataProtoFuture)]

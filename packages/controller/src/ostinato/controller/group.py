@@ -8,13 +8,13 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeVar, cast
 
 from ostinato.controller.arrival import Contract
-from ostinato.controller.calls import Ended, PendingCall, RowsCall, Transport, sizes_of
+from ostinato.controller.calls import Ended, PendingCall, RowsCall, Transport, batches_of, sizes_of
 from ostinato.controller.dispatch import Call, plan_call
 from ostinato.controller.errors import RegistrationError
 from ostinato.controller.register import Execute, Registration, registered_methods
 from ostinato.controller.topology import Mesh, RankPlace
 from ostinato.controller.worker import Worker, WorkerSpec
-from ostinato.protocol import DataProto, DataProtoFuture
+from ostinato.protocol import DataProto, DataProtoFuture, columns
 
 W = TypeVar("W", bound=Worker)
 
@@ -120,13 +120,17 @@ class WorkerGroup:
         @functools.wraps(function)
         def group_call(*args: Any, **kwargs: Any) -> Any:
             # A wrong argument is the caller's error: it is raised here and not once a rank.
-            signature.bind(None, *args, **kwargs)
-            return self._call(name, record, contract, Call(args, kwargs), ahead)
+            bound = signature.bind(None, *args, **kwargs)
+            # In the order of the parameters: which batch is the first must not hang on how a call is written.
+            named = {key: kwargs[key] for key in (*bound.arguments, *kwargs) if key in kwargs}
+            return self._call(name, record, contract, Call(args, named), ahead)
 
         return group_call
 
     def _call(self, name: str, record: Registration, contract: Contract, call: Call, ahead: bool) -> Any:
         mode = record.dispatch_mode
+        if record.requires and (batches := batches_of(call)):
+            columns.validate(batches[0], record.requires, f"role {self._role!r}, method {name!r}")
         mesh = self.coordinates(record.mesh) if mode.uses_mesh else Mesh.of_every_rank(self.world_size)
         plan = plan_call(mode, mesh, call, reads=record.travels, rank_zero=record.execute_mode is Execute.RANK_ZERO)
         ticket = self._transport.start(name, plan.calls, plan.answering, contract)

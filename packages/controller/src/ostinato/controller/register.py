@@ -32,10 +32,11 @@ class Registration:
         execute_mode: which ranks run the method.
         blocking: whether the group call waits for the ranks to end.
         reads: columns that travel to the workers; empty means all of them. Of the names here those that a batch has
-            are sent: a column that the method cannot do without is the method's own check.
+            are sent; `requires` says which it cannot do without.
         writes: columns that the method adds.
         mutates: columns that the method changes in place.
         mesh: name of the mesh whose coordinates are used.
+        requires: columns without which a call is refused.
         keeps_rows: whether the result has the columns of `writes` and no others, one row for each row it got.
     """
 
@@ -47,11 +48,12 @@ class Registration:
     mutates: tuple[str, ...]
     mesh: str
     keeps_rows: bool = False
+    requires: tuple[str, ...] = ()
 
     @property
     def travels(self) -> tuple[str, ...]:
         """Columns to send; empty means all."""
-        return (*self.reads, *self.mutates) if self.reads else ()
+        return (*self.reads, *self.mutates, *self.requires) if self.reads else ()
 
 
 def register(
@@ -63,6 +65,7 @@ def register(
     mutates: Sequence[str] = (),
     mesh: str = "train",
     keeps_rows: bool = False,
+    requires: Sequence[str] = (),
 ) -> Callable[[F], F]:
     """Mark a worker method as callable on a group.
 
@@ -79,6 +82,8 @@ def register(
         keeps_rows: the result has the columns of `writes` and no others, one row for each row of the first batch that
             it got, and no meta entry but metrics. The driver then knows the result before the call has ended and can
             send calls that depend on it at once; a result that is otherwise fails the call.
+        requires: columns that the first batch of a call must have: `protocol.columns.validate` looks for them on the
+            driver, before anything is sent. They travel and arrive as those of `reads` do.
 
     Returns:
         A decorator that returns the method itself, with a `Registration` attached.
@@ -88,7 +93,7 @@ def register(
         UnknownDispatchMode: no mode has that name.
     """
     mode = dispatch_mode_named(dispatch_mode) if isinstance(dispatch_mode, str) else dispatch_mode
-    for field, names in (("reads", reads), ("writes", writes), ("mutates", mutates)):
+    for field, names in (("reads", reads), ("writes", writes), ("mutates", mutates), ("requires", requires)):
         if isinstance(names, str):
             raise RegistrationError(f"register: {field}={names!r} is one string; pass a tuple of column names")
     if execute_mode is Execute.RANK_ZERO and mode.uses_mesh:
@@ -102,7 +107,17 @@ def register(
             f"collects rows, got writes={tuple(writes)} and {mode.name}"
         )
     waits = not mode.gives_rows if blocking is None else blocking
-    record = Registration(mode, execute_mode, waits, tuple(reads), tuple(writes), tuple(mutates), mesh, keeps_rows)
+    record = Registration(
+        mode,
+        execute_mode,
+        waits,
+        tuple(reads),
+        tuple(writes),
+        tuple(mutates),
+        mesh,
+        keeps_rows,
+        tuple(requires),
+    )
 
     def mark(method: F) -> F:
         setattr(method, _ATTRIBUTE, record)

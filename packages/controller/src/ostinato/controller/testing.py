@@ -103,6 +103,11 @@ class EchoWorker(Worker):
         """Return one row with the names of the columns that arrived."""
         return DataProto.from_dict(meta_info={"columns": list(batch.columns)})
 
+    @register(Dispatch.DP_COMPUTE_PROTO, reads=("x", "label"), requires=("values", "x"))
+    def needs(self, batch: DataProto, other: DataProto | None = None) -> DataProto:
+        """Return one row with the names of the columns that arrived, `values` and `x` among them."""
+        return DataProto.from_dict(meta_info={"columns": list(batch.columns)})
+
     @register(Dispatch.DP_COMPUTE_PROTO, blocking=False)
     def echo_later(self, batch: DataProto, seconds: float = 0.0) -> DataProto:
         """Return the batch after a while."""
@@ -126,6 +131,11 @@ class EchoWorker(Worker):
     def total(self, batch: DataProto) -> DataProto:
         """Return x + double as `total`."""
         return DataProto.from_dict({"total": batch.batch["x"] + batch.batch["double"]})
+
+    @register(Dispatch.DP_COMPUTE_PROTO, writes=("scaled",), keeps_rows=True)
+    def scaled_rows(self, batch: DataProto, by: DataProto | None = None) -> DataProto:
+        """Return `x` of the first batch as `scaled`; the second one is there to have other rows."""
+        return DataProto.from_dict({"scaled": batch.batch["x"]})
 
     @register(Dispatch.DP_COMPUTE_PROTO, reads=("x",), writes=("double",), keeps_rows=True)
     def breaks_promise(self, batch: DataProto) -> DataProto:

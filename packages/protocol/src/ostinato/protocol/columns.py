@@ -143,7 +143,7 @@ ROLLOUT = (
 """What a rollout writes; `uid` and `rollout_id` come back with it."""
 
 
-def validate(batch: DataProto | Any, reads: Iterable[str]) -> None:
+def validate(batch: DataProto | Any, reads: Iterable[str], where: str = "validate") -> None:
     """Check that a batch holds what a stage reads.
 
     Args:
@@ -151,6 +151,7 @@ def validate(batch: DataProto | Any, reads: Iterable[str]) -> None:
         reads: names; of a declared one kind, dtype and shape are checked too. P and R are the widths of `prompts` and
             `responses` where these are in the batch, else whatever the first column read says. Widths of `P+R` columns
             are checked where P and R are both known, so a batch of prompts passes with (B, P).
+        where: whose batch it is; errors begin with it.
 
     Raises:
         MissingColumnError: columns are missing; the text says who produces each.
@@ -160,7 +161,7 @@ def validate(batch: DataProto | Any, reads: Iterable[str]) -> None:
     held = batch.columns
     if missing := [name for name in reads if name not in held]:
         who = [f"{name!r}" + (f" (from {COLUMNS[name].producer})" if name in COLUMNS else "") for name in missing]
-        raise MissingColumnError(f"validate: the batch lacks {', '.join(who)}; it has {list(held)}")
+        raise MissingColumnError(f"{where}: the batch lacks {', '.join(who)}; it has {list(held) or 'no columns'}")
     tensors = None if hasattr(batch, "layout") else getattr(batch, "batch", None)  # a look at a future brings its rows
     if tensors is None:
         return
@@ -171,11 +172,11 @@ def validate(batch: DataProto | Any, reads: Iterable[str]) -> None:
             widths[letter] = (column.shape[1], name)
     for name in reads:
         if name in COLUMNS:
-            _check(COLUMNS[name], tensors.get(name, None), widths)
+            _check(where, COLUMNS[name], tensors.get(name, None), widths)
 
 
-def _check(declared: Column, column: torch.Tensor | None, widths: dict[str, tuple[int, str]]) -> None:
-    where = f"validate: column {declared.name!r}"
+def _check(where: str, declared: Column, column: torch.Tensor | None, widths: dict[str, tuple[int, str]]) -> None:
+    where = f"{where}: column {declared.name!r}"
     if (declared.dtype is None) != (column is None):
         kinds = ("a numpy column", "a tensor") if declared.dtype is None else ("a tensor", "a numpy column")
         raise ColumnMismatchError(f"{where} must be {kinds[0]}, got {kinds[1]}; give it under the other argument")
