@@ -110,10 +110,11 @@ class DataProto(ColumnStore):
 
         Raises:
             EmptyConcatError: no parts.
+            ArgumentError: no list of batches.
             ColumnMismatchError: parts differ in columns or in what their columns are.
             MetaConflictError: parts differ in a meta entry.
         """
-        parts = list(parts)
+        parts = parts_of(parts)
         if not parts:
             raise EmptyConcatError("concat: no parts, so the columns are not known; keep one empty piece (chunk does)")
         if not all(isinstance(part, ColumnStore) for part in parts):
@@ -310,3 +311,14 @@ class DataProto(ColumnStore):
             WireError: as in `from_bytes`, with the path in the text.
         """
         return cls._of(*wire.read_file(path))
+
+
+def parts_of(parts: Any) -> list[Any]:
+    """Read what `concat` is given.
+
+    Raises:
+        ArgumentError: one batch, whose iteration would give its rows, or no iterable.
+    """
+    if isinstance(parts, Iterable) and not hasattr(parts, "chunk"):
+        return list(parts)
+    raise ArgumentError(f"concat: expected a list of batches, got {type(parts).__name__}; put it into brackets")

@@ -14,20 +14,20 @@ from tensordict import TensorDict
 
 from ostinato.protocol import rows
 from ostinato.protocol.blocks import kind_of
-from ostinato.protocol.dataproto import DataProto
+from ostinato.protocol.dataproto import DataProto, parts_of
 from ostinato.protocol.errors import (
     ArgumentError,
     ColumnConflictError,
     ColumnMismatchError,
     EmptyConcatError,
-    MissingColumnError,
     RowCountError,
     RowsElsewhereError,
 )
 from ostinato.protocol.lanes import LOCAL, Lane, Piece, Rows, Source, Store, joined
 from ostinato.protocol.layout import Coming, Layout, Places, State, bring, lay_out
-from ostinato.protocol.meta import METRICS, copy_meta, merge_meta
+from ostinato.protocol.meta import METRICS, checked_meta, copy_meta, merge_meta
 from ostinato.protocol.metrics import Metric, merge_metrics
+from ostinato.protocol.names import new_names, wanted_names
 
 __all__ = ["Coming", "DataProtoFuture", "Layout", "State"]
 
@@ -40,8 +40,8 @@ class DataProtoFuture:
     but for one: `union` does not compare values, so it refuses two columns of one name unless they are the same rows
     of the same stored columns.
 
-    Nothing here brings rows to this process except `get`, and `batch` and `non_tensor_batch`, which call it. The rows
-    are dropped with the last future that holds them.
+    Nothing here brings rows to this process except `get`, and `batch` and `non_tensor_batch`, which call it; `==` asks
+    whether two names stand for one handle. The rows are dropped with the last future that holds them.
 
     Args:
         state: what is known, or the call that will tell.
@@ -53,9 +53,15 @@ class DataProtoFuture:
 
     @classmethod
     def of(cls, batch: DataProto | DataProtoFuture) -> DataProtoFuture:
-        """A handle to rows that are here; a future is returned as it is. Nothing is copied."""
+        """A handle to rows that are here; a future is returned as it is. Nothing is copied.
+
+        Raises:
+            ArgumentError: neither a batch nor a handle to one.
+        """
         if isinstance(batch, DataProtoFuture):
             return batch
+        if not isinstance(batch, DataProto):
+            raise ArgumentError(f"expected a DataProto or a handle to rows elsewhere, got {type(batch).__name__}")
         columns = batch._columns()
         metrics = (batch.metrics,) if batch.metrics else ()
         places: Places = {}
@@ -173,12 +179,7 @@ class DataProtoFuture:
     # --- columns ------------------------------------------------------------------------------------------------------
 
     def _names(self, where: str, names: Iterable[str]) -> dict[str, None]:
-        wanted = dict.fromkeys([names] if isinstance(names, str) else names)
-        if missing := [name for name in wanted if name not in self._state.places]:
-            raise MissingColumnError(
-                f"{where}: no column {missing}; these {len(self)} rows elsewhere have {list(self.columns)}"
-            )
-        return wanted
+        return wanted_names(where, names, self.columns, f"this handle to {len(self)} rows elsewhere")
 
     def select(self, columns: Iterable[str]) -> Self:
         """Keep these columns alone; see `DataProto.select`."""
@@ -197,11 +198,7 @@ class DataProtoFuture:
 
     def rename(self, names: Mapping[str, str]) -> Self:
         """Give columns new names; see `DataProto.rename`."""
-        self._names("rename", names)
-        new = [names.get(name, name) for name in self.columns]
-        if len(set(new)) < len(new):
-            twice = sorted({name for name in new if new.count(name) > 1})
-            raise ColumnConflictError(f"rename: {dict(names)} would give two columns the name {twice}; drop one first")
+        new = new_names(names, self.columns, f"this handle to {len(self)} rows elsewhere")
         return self._with(places=dict(zip(new, self._state.places.values(), strict=True)))
 
     def union(self, other: DataProto | DataProtoFuture) -> Self:
@@ -239,9 +236,10 @@ class DataProtoFuture:
     def with_meta(self, **entries: Any) -> Self:
         """Set meta entries; see `DataProto.with_meta`."""
         changed = self
+        entries = checked_meta(entries)
         if METRICS in entries:
             given = entries.pop(METRICS)
-            changed = self._with(metrics=(dict(given),) if given else ())
+            changed = self._with(metrics=(given,) if given else ())
         return changed._with(meta=copy_meta(self._state.meta | entries)) if entries else changed._with()
 
     def with_metrics(self, metrics: Mapping[str, Metric]) -> Self:
@@ -309,7 +307,7 @@ class DataProtoFuture:
             ColumnMismatchError: parts differ in columns, or in what is known of their kinds.
             MetaConflictError: parts differ in a meta entry.
         """
-        states = [DataProtoFuture.of(part)._state for part in parts]
+        states = [DataProtoFuture.of(part)._state for part in parts_of(parts)]
         if not states:
             raise EmptyConcatError("concat: no parts, so the columns are not known; keep one empty piece (chunk does)")
         _check_alike(states)

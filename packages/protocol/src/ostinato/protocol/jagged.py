@@ -16,6 +16,19 @@ import torch
 
 from ostinato.protocol.errors import ColumnTypeError
 
+_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+
+
+def movable(values: torch.Tensor) -> torch.Tensor:
+    """The same bytes as signed integers where torch (before 2.14) cannot gather or scatter the unsigned ones."""
+    return values.view(_SIGNED[values.dtype]) if values.dtype in _SIGNED else values
+
+
+def gather(values: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:
+    """`index_select`, for every dtype."""
+    picked = movable(values).index_select(dim, index)
+    return picked if picked.dtype == values.dtype else picked.view(values.dtype)
+
 
 def is_jagged(column: object) -> TypeGuard[torch.Tensor]:
     """Whether a column is a nested tensor of layout jagged."""
@@ -125,7 +138,7 @@ def unpacked(column: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
     if lengths is None:
         return values, offsets.to(torch.int64), dim
     new, tokens = _gather_plan(offsets[:-1].to(torch.int64), lengths.to(torch.int64))
-    return values.index_select(dim - 1, tokens), new, dim
+    return gather(values, dim - 1, tokens), new, dim
 
 
 def canonical(name: str, column: torch.Tensor) -> torch.Tensor:
@@ -177,7 +190,7 @@ class Taker:
             index = self.index.to(offsets.device)
             self._plans[id(offsets)] = _gather_plan(offsets[:-1][index], offsets.diff()[index])
         new, tokens = self._plans[id(offsets)]
-        return build(values.index_select(dim - 1, tokens), new, dim)
+        return build(gather(values, dim - 1, tokens), new, dim)
 
 
 class Cutter:

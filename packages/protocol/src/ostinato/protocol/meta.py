@@ -6,11 +6,35 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ostinato.protocol.cells import copy_containers, same
-from ostinato.protocol.errors import MetaConflictError
+from ostinato.protocol.errors import ArgumentError, MetaConflictError, MetricError
 from ostinato.protocol.metrics import merge_metrics
 
 METRICS = "metrics"
 """The reserved key: dict of name -> Metric, merged by reduction where other keys must be equal."""
+
+
+def checked_meta(meta: Any) -> dict[str, Any]:
+    """Check meta entries that come from outside.
+
+    Args:
+        meta: entries; None is none.
+
+    Returns:
+        The entries, the metrics as a dict.
+
+    Raises:
+        ArgumentError: no dict.
+        MetricError: "metrics" is no dict of name -> Metric.
+    """
+    if meta is None:
+        return {}
+    if not isinstance(meta, Mapping):
+        raise ArgumentError(f"meta_info must be a dict of small JSON-like values, got {type(meta).__name__}")
+    if METRICS not in meta:
+        return dict(meta)
+    if not isinstance(meta[METRICS], Mapping):
+        raise MetricError(f"metrics must be a dict of name -> Metric, got {type(meta[METRICS]).__name__}")
+    return {**meta, METRICS: merge_metrics(meta[METRICS])}
 
 
 def copy_meta(meta: Mapping[str, Any] | None, *, metrics: bool = True) -> dict[str, Any]:

@@ -21,7 +21,8 @@ class Metric:
     is passed on; list: all values in order.
 
     Attributes:
-        value: a float; for `list` a tuple of floats. Anything that `float` takes is taken (a 0-d tensor too).
+        value: a float; for `list` a tuple of floats. Anything that `float` takes is taken (a 0-d tensor too), and for
+            `list` a list, an array or a tensor of such.
         reduction: one of "mean", "sum", "max", "min", "list".
         weight: tokens, rows or seconds behind a mean, >= 0; merged weights add up.
     """
@@ -47,7 +48,9 @@ class Metric:
         value: Any = self.value
         if self.reduction != "list":
             return float(value)
-        return tuple(float(v) for v in value) if isinstance(value, list | tuple) else (float(value),)
+        if isinstance(value, list | tuple) or getattr(value, "ndim", 0) > 0:
+            return tuple(float(v) for v in value)
+        return (float(value),)
 
     @classmethod
     def mean(cls, value: Any, weight: Any = 1.0) -> Metric:

@@ -13,6 +13,7 @@ import torch
 
 from ostinato.protocol import jagged
 from ostinato.protocol.errors import ArgumentError
+from ostinato.protocol.rows import whole_number
 
 Side = Literal["left", "right"]
 
@@ -59,7 +60,8 @@ def pack(padded: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.
         ArgumentError: shapes do not fit.
     """
     _check_mask("pack", mask)
-    if padded.shape[:2] != mask.shape:
+    _check_tensor("pack", "padded", padded)
+    if padded.is_nested or padded.shape[:2] != mask.shape:
         raise ArgumentError(f"pack: padded {tuple(padded.shape)} must begin with the mask's shape {tuple(mask.shape)}")
     return padded[mask != 0], cu_seqlens(mask)
 
@@ -76,17 +78,21 @@ def unpack(packed: torch.Tensor, mask: torch.Tensor, fill: float | int | bool = 
         (B, L, ...).
 
     Raises:
-        ArgumentError: T is not the number of nonzero places.
+        ArgumentError: T is not the number of nonzero places, or `fill` is none of the dtype's values.
     """
     _check_mask("unpack", mask)
+    _check_tensor("unpack", "packed", packed)
     places = (mask != 0).nonzero(as_tuple=True)
-    if packed.shape[0] != places[0].shape[0]:
+    if packed.ndim == 0 or packed.shape[0] != places[0].shape[0]:
         raise ArgumentError(
-            f"unpack: the mask has {places[0].shape[0]} tokens, packed has {packed.shape[0]} "
-            f"(shape {tuple(packed.shape)}); use the mask that pack was given"
+            f"unpack: the mask has {places[0].shape[0]} tokens, packed has shape {tuple(packed.shape)}; use the mask "
+            "that pack was given"
         )
+    if not (packed.is_floating_point() or packed.is_complex() or float(fill).is_integer()):
+        raise ArgumentError(f"unpack: fill {fill!r} has no place among {packed.dtype}; fill with a whole number")
     padded = packed.new_full((*mask.shape, *packed.shape[1:]), fill)
-    return padded.index_put(places, packed)
+    filled = jagged.movable(padded).index_put(places, jagged.movable(packed))
+    return filled if filled.dtype == packed.dtype else filled.view(packed.dtype)
 
 
 def to_jagged(padded: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -130,7 +136,7 @@ def to_padded(
     values, offsets, _ = jagged.unpacked(column)
     lengths = offsets.diff()
     longest = int(lengths.max()) if len(lengths) else 0
-    length = longest if length is None else length
+    length = longest if length is None else whole_number("to_padded", "length", length, 0)
     if longest > length:
         raise ArgumentError(f"to_padded: a row has {longest} tokens, length is {length}; truncate first or pad to more")
     places = torch.arange(length, device=values.device)
@@ -139,5 +145,11 @@ def to_padded(
 
 
 def _check_mask(where: str, mask: torch.Tensor) -> None:
+    _check_tensor(where, "the mask", mask)
     if mask.is_nested or mask.ndim != 2:
         raise ArgumentError(f"{where}: the mask must be dense, of shape (B, L), got {tuple(mask.shape)}")
+
+
+def _check_tensor(where: str, name: str, value: object) -> None:
+    if not isinstance(value, torch.Tensor):
+        raise ArgumentError(f"{where}: {name} must be a tensor, got {type(value).__name__}; use torch.as_tensor")

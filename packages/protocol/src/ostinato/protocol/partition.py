@@ -11,6 +11,7 @@ from bisect import bisect_left, insort
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 
 from ostinato.protocol.errors import ArgumentError
 from ostinato.protocol.rows import chunk_bounds, whole_number
@@ -154,9 +155,11 @@ def _lightest_first(tokens: np.ndarray, order: list[int], count: int) -> list[li
 
 
 def _numbers(where: str, name: str, values: Sequence[float]) -> np.ndarray:
-    if hasattr(values, "detach"):
-        values = values.detach().cpu().numpy()  # type: ignore[union-attr]
-    numbers = np.asarray(values, dtype=np.float64)
+    given = values.detach().double().cpu().numpy() if isinstance(values, torch.Tensor) else values
+    try:
+        numbers = np.asarray(given, dtype=np.float64)
+    except (TypeError, ValueError) as error:
+        raise ArgumentError(f"{where}: {name} must be a 1-D list of numbers, got {values!r}") from error
     if numbers.ndim != 1 or not np.isfinite(numbers).all() or (numbers < 0).any():
         raise ArgumentError(f"{where}: {name} must be a 1-D list of finite numbers >= 0, got {values!r}")
     return numbers

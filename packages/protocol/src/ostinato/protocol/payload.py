@@ -46,10 +46,11 @@ def as_tensor(name: str, value: Any) -> torch.Tensor:
         )
     if value.is_nested:
         return jagged.canonical(name, value)
-    if value.layout != torch.strided:
-        raise ColumnTypeError(
-            f"column {name!r}: expected a dense or jagged tensor, got layout {value.layout}; use .to_dense()"
+    if value.layout != torch.strided or value.is_quantized:
+        kind, cure = (
+            ("a quantized one", ".dequantize()") if value.is_quantized else (f"layout {value.layout}", ".to_dense()")
         )
+        raise ColumnTypeError(f"column {name!r}: expected a dense or jagged tensor, got {kind}; use {cure}")
     if value.ndim == 0:
         raise ColumnTypeError(
             f"column {name!r}: a 0-dimensional tensor has no rows; use .expand(num_rows) or meta_info"
@@ -152,7 +153,7 @@ def take(
             continue
         if column.device not in on_device:
             on_device[column.device] = rows.to(column.device)
-        taken[name] = column.index_select(0, on_device[column.device])
+        taken[name] = jagged.gather(column, 0, on_device[column.device])
     return taken, {name: column[index] for name, column in arrays.items()}
 
 

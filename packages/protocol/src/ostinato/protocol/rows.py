@@ -187,7 +187,7 @@ def selection(num_rows: int, item: Any) -> Selection:
             f"indexing: brackets name rows, got the string {item!r}; use x.batch[{item!r}] or "
             f"x.non_tensor_batch[{item!r}] for a column's values, x.select([{item!r}]) for a batch of it"
         )
-    if not isinstance(item, bool | np.bool_) and np.ndim(item) == 0 and hasattr(item, "__index__"):
+    if not isinstance(item, bool | np.bool_) and hasattr(item, "__index__") and np.ndim(item) == 0:
         row = operator.index(item)
         if not -num_rows <= row < num_rows:
             raise RowIndexError(f"indexing: row {row} does not exist in a batch of {num_rows} rows")
@@ -203,7 +203,10 @@ def _gather_index(num_rows: int, item: Any, where: str) -> np.ndarray:
         if not all(isinstance(i, bool | np.bool_) for i in item):
             raise RowIndexError(f"{where}: a list of row numbers and booleans names no rows; use one of the two")
         item = np.fromiter(item, dtype=np.bool_, count=len(item))
-    index = np.asarray(item)
+    try:
+        index = np.asarray(item)
+    except (TypeError, ValueError) as error:  # ragged lists, and objects that look like lists
+        raise RowIndexError(f"{where}: a {type(item).__name__} names no rows ({error})") from error
     if index.ndim == 1 and index.size == 0 and index.dtype.kind != "b":
         return np.zeros(0, dtype=np.int64)
     if index.ndim != 1 or index.dtype.kind not in "biu":
@@ -215,6 +218,8 @@ def _gather_index(num_rows: int, item: Any, where: str) -> np.ndarray:
         if len(index) != num_rows:
             raise RowIndexError(f"{where}: a mask needs one boolean a row, got {len(index)} for {num_rows} rows")
         return np.flatnonzero(index)
+    if index.dtype.kind == "u" and index.itemsize == 8:
+        index = np.minimum(index, np.uint64(2**63 - 1))  # would turn negative, and count from the end
     index = index.astype(np.int64)
     outside = (index < -num_rows) | (index >= num_rows)
     if outside.any():

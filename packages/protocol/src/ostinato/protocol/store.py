@@ -17,12 +17,12 @@ from ostinato.protocol.cells import as_array, same
 from ostinato.protocol.errors import (
     ColumnConflictError,
     ColumnTypeError,
-    MissingColumnError,
     RowCountError,
 )
 from ostinato.protocol.jagged import share_offsets
-from ostinato.protocol.meta import METRICS, copy_meta, merge_meta
+from ostinato.protocol.meta import METRICS, checked_meta, copy_meta, merge_meta
 from ostinato.protocol.metrics import Metric
+from ostinato.protocol.names import column_name, new_names, wanted_names
 
 
 class ColumnStore:
@@ -50,6 +50,7 @@ class ColumnStore:
             ColumnTypeError: a value cannot be a column.
             ColumnConflictError: a name is both a tensor and a numpy column.
             RowCountError: columns have unlike numbers of rows.
+            MetricError: "metrics" is no dict of name -> Metric.
         """
         counts = {}
         if isinstance(batch, TensorDictBase):
@@ -58,8 +59,10 @@ class ColumnStore:
                     "DataProto: the TensorDict has batch_size [], so no rows; build it with batch_size=[num_rows]"
                 )
             counts["batch.batch_size"] = batch.batch_size[0]
-        tensors = {_name(name): payload.as_tensor(name, value) for name, value in _items("batch", batch)}
-        arrays = {_name(name): as_array(name, value) for name, value in _items("non_tensor_batch", non_tensor_batch)}
+        tensors = {column_name(name): payload.as_tensor(name, value) for name, value in _items("batch", batch)}
+        arrays = {
+            column_name(name): as_array(name, value) for name, value in _items("non_tensor_batch", non_tensor_batch)
+        }
         if both := tensors.keys() & arrays.keys():
             raise ColumnConflictError(
                 f"DataProto: {sorted(both)} are given as tensors and as non-tensors; a name is one column: rename one"
@@ -68,7 +71,7 @@ class ColumnStore:
         if len(set(counts.values())) > 1:
             told = ", ".join(f"{name} {count}" for name, count in counts.items())
             raise RowCountError(f"DataProto: all columns need the same number of rows, got {told}")
-        self._fill(share_offsets(tensors), arrays, copy_meta(meta_info), next(iter(counts.values()), 0))
+        self._fill(share_offsets(tensors), arrays, copy_meta(checked_meta(meta_info)), next(iter(counts.values()), 0))
 
     def _fill(
         self, tensors: Mapping[str, torch.Tensor], arrays: dict[str, np.ndarray], meta: dict[str, Any], num_rows: int
@@ -112,6 +115,7 @@ class ColumnStore:
             ColumnTypeError: a value cannot be a column.
             ColumnConflictError: a name is given twice.
             RowCountError: columns have unlike numbers of rows.
+            MetricError: "metrics" is no dict of name -> Metric.
         """
         return cls(tensors, non_tensors, meta_info)
 
@@ -130,8 +134,9 @@ class ColumnStore:
             ColumnTypeError: a value cannot be a column.
             RowCountError: columns have unlike numbers of rows.
         """
-        tensors = {name: value for name, value in data.items() if _holds_tensors(value)}
-        return cls(tensors, {name: value for name, value in data.items() if name not in tensors}, meta_info)
+        columns = dict(_items("data", data))
+        tensors = {name: value for name, value in columns.items() if _holds_tensors(value)}
+        return cls(tensors, {name: value for name, value in columns.items() if name not in tensors}, meta_info)
 
     def __len__(self) -> int:
         return self.batch.batch_size[0]
@@ -182,11 +187,7 @@ class ColumnStore:
 
     def _names(self, where: str, names: Iterable[str]) -> dict[str, None]:
         """Names in order, each once; a lone string is one name."""
-        wanted = dict.fromkeys([names] if isinstance(names, str) else names)
-        held = self.columns
-        if missing := [name for name in wanted if name not in held]:
-            raise MissingColumnError(f"{where}: no column {missing}; this batch of {len(self)} rows has {list(held)}")
-        return wanted
+        return wanted_names(where, names, self.columns, f"this batch of {len(self)} rows")
 
     def select(self, columns: Iterable[str]) -> Self:
         """Keep these columns alone.
@@ -271,11 +272,7 @@ class ColumnStore:
             MissingColumnError: an old name is no column.
             ColumnConflictError: two columns would have one name.
         """
-        self._names("rename", names)
-        new = [_name(names.get(name, name)) for name in self.columns]
-        if len(set(new)) < len(new):
-            twice = sorted({name for name in new if new.count(name) > 1})
-            raise ColumnConflictError(f"rename: {dict(names)} would give two columns the name {twice}; drop one first")
+        new_names(names, self.columns, f"this batch of {len(self)} rows")
         return self._of(
             {names.get(name, name): column for name, column in self._tensors().items()},
             {names.get(name, name): column for name, column in self.non_tensor_batch.items()},
@@ -323,8 +320,12 @@ class ColumnStore:
 
         Returns:
             The same columns with the entries set.
+
+        Raises:
+            MetricError: "metrics" is set to something else than a dict of name -> Metric.
         """
-        return self._of(self._tensors(), self._arrays(), copy_meta(self.meta_info | entries), len(self))
+        meta = copy_meta(self.meta_info | checked_meta(entries))
+        return self._of(self._tensors(), self._arrays(), meta, len(self))
 
     def with_metrics(self, metrics: Mapping[str, Metric]) -> Self:
         """Set the metrics.
@@ -334,8 +335,11 @@ class ColumnStore:
 
         Returns:
             The same columns with these metrics alone.
+
+        Raises:
+            MetricError: no dict of name -> Metric.
         """
-        return self.with_meta(**{METRICS: dict(metrics)})
+        return self.with_meta(**{METRICS: metrics})
 
 
 def _items(where: str, columns: Any) -> Iterable[tuple[Any, Any]]:
@@ -344,14 +348,6 @@ def _items(where: str, columns: Any) -> Iterable[tuple[Any, Any]]:
     if not isinstance(columns, Mapping | TensorDictBase):
         raise ColumnTypeError(f"DataProto: {where} must be a dict of name -> column, got {type(columns).__name__}")
     return columns.items()
-
-
-def _name(name: object) -> str:
-    if not isinstance(name, str) or not name:
-        raise ColumnTypeError(
-            f"DataProto: a column's name is a non-empty string, got {name!r}; nested keys are not taken"
-        )
-    return name
 
 
 def _holds_tensors(value: object) -> bool:

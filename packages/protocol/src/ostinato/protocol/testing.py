@@ -27,6 +27,7 @@ TENSOR_DTYPES = (
     torch.int64,
     torch.int32,
     torch.uint8,
+    torch.uint16,
     torch.bool,
     torch.float8_e4m3fn,
 )
@@ -86,7 +87,7 @@ def _tensor(rng: np.random.Generator, shape: tuple[int, ...], dtype: torch.dtype
     values = torch.from_numpy(rng.integers(-3, 4, shape).astype(np.float64))
     if dtype.is_floating_point and dtype.itemsize > 1:
         values = torch.where(torch.from_numpy(rng.random(shape) < 0.1), torch.nan, values / 3)
-    return values.abs().to(dtype) if dtype in (torch.bool, torch.uint8) else values.to(dtype)
+    return values.abs().to(dtype) if dtype in (torch.bool, torch.uint8, torch.uint16) else values.to(dtype)
 
 
 def _array(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> np.ndarray:
