@@ -148,9 +148,10 @@ class RowsCall(Coming):
         left = self.wait()
         if any(one.kind != "rows" for one in left):
             self.value()
+            told = {"nothing": "None", "metrics": "metrics"}[left[0].kind]
             raise CollectError(
                 f"role {self._owner.role!r}, method {self._method!r}: is annotated to return a DataProto and returned "
-                "none; correct the annotation"
+                f"{told}; correct the annotation"
             )
         self._check_alike(left)
         names = dict.fromkeys(name for one in left for name in one.columns)

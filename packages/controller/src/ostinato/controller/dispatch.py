@@ -26,6 +26,11 @@ class Scatter:
 
     values: Sequence[Any]
 
+    def __post_init__(self) -> None:
+        if isinstance(self.values, str | bytes) or not hasattr(self.values, "__len__"):
+            kind = type(self.values).__name__
+            raise DispatchError(f"Scatter: expected a list with one value for each rank, got {kind}")
+
 
 @dataclass(frozen=True)
 class Broadcast:
@@ -237,8 +242,13 @@ def register_dispatch_mode(
         The mode, which `register` takes as well.
 
     Raises:
-        RegistrationError: the name is taken.
+        RegistrationError: the name is taken or cannot be one, or split or collect cannot be called.
     """
+    if not isinstance(name, str) or not name.isidentifier() or not callable(split) or not callable(collect):
+        raise RegistrationError(
+            "register_dispatch_mode: expected a name in capitals and two functions, got "
+            f"{name!r}, {split!r} and {collect!r}"
+        )
     if name in _modes:
         raise RegistrationError(f"register_dispatch_mode: {name!r} exists already; known: {sorted(_modes)}")
     mode = DispatchMode(name, split, collect, uses_mesh, view or (lambda mesh: mesh))

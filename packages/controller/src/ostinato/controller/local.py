@@ -15,7 +15,7 @@ from ostinato.controller.dispatch import Call
 from ostinato.controller.errors import GroupStopped, WorkerDied
 from ostinato.controller.group import WorkerGroup
 from ostinato.controller.topology import RankPlace
-from ostinato.controller.worker import Worker, WorkerContext, WorkerSpec
+from ostinato.controller.worker import Worker, WorkerContext, WorkerSpec, checked_roles
 from ostinato.protocol import DataProto, DataProtoFuture
 from ostinato.protocol.blocks import HeldBlock
 from ostinato.protocol.lanes import LOCAL
@@ -114,7 +114,7 @@ class LocalBackend:
     ) -> dict[str, WorkerGroup]:
         """Build every role's worker here; `placement` is accepted and has no effect."""
         groups = {}
-        for role, spec in roles.items():
+        for role, spec in checked_roles(roles).items():
             context = WorkerContext(role=role, node=self._context.node, device_type=self._context.device_type)
             self._host.build(role, spec, context)
             self._transports.append(LocalTransport(self._host, context))

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
 from ostinato.controller.errors import PlacementError
 
 DEFAULT_CPUS_PER_PROCESS = 0.1
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 class Role(StrEnum):
@@ -46,16 +51,22 @@ class ResourcePool:
     threads_per_process: int | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "processes_on_nodes", tuple(self.processes_on_nodes))
-        if not self.processes_on_nodes or min(self.processes_on_nodes) < 1:
+        where, counts = f"resource pool {self.name!r}", self.processes_on_nodes
+        if not isinstance(self.name, str) or not self.name:
+            raise PlacementError(f"{where}: its name must be text and not empty")
+        if not isinstance(counts, Sequence) or not counts or not all(_is_count(count) for count in counts):
             raise PlacementError(
-                f"resource pool {self.name!r}: processes_on_nodes must hold a positive number a node, "
-                f"got {list(self.processes_on_nodes)}"
+                f"{where}: processes_on_nodes must hold a positive number a node, e.g. [4, 4], got {counts!r}"
             )
-        if self.max_colocate < 1 or self.cpus_per_process <= 0:
+        object.__setattr__(self, "processes_on_nodes", tuple(counts))
+        if not _is_count(self.max_colocate) or not 0 < self.cpus_per_process < math.inf:
             raise PlacementError(
-                f"resource pool {self.name!r}: max_colocate must be >= 1 and cpus_per_process > 0, got "
+                f"{where}: max_colocate must be a whole number >= 1 and cpus_per_process > 0, got "
                 f"{self.max_colocate} and {self.cpus_per_process}"
+            )
+        if self.threads_per_process is not None and not _is_count(self.threads_per_process):
+            raise PlacementError(
+                f"{where}: threads_per_process must be None or a whole number >= 1, got {self.threads_per_process}"
             )
 
     @property
@@ -94,15 +105,17 @@ class ResourcePoolManager:
     """The pools of a run by name.
 
     Args:
-        pools: pools with distinct names.
+        pools: pools with distinct names; a lone one is taken too.
 
     Raises:
         PlacementError: two pools have one name.
     """
 
-    def __init__(self, pools: Iterable[ResourcePool]) -> None:
+    def __init__(self, pools: Iterable[ResourcePool] | ResourcePool) -> None:
         self._pools: dict[str, SubPool] = {}
-        for pool in pools:
+        for pool in [pools] if isinstance(pools, ResourcePool) else pools:
+            if not isinstance(pool, ResourcePool):
+                raise PlacementError(f"ResourcePoolManager: expected a list of ResourcePool, got {pool!r} in it")
             self._add(SubPool(pool.name, pool, 0, pool.size))
 
     @property
@@ -134,8 +147,13 @@ class ResourcePoolManager:
             PlacementError: the sizes do not fit, or a name is taken.
         """
         whole = self[name]
-        if min(sizes.values(), default=0) < 1 or sum(sizes.values()) > whole.size:
-            raise PlacementError(f"split of pool {name!r}: {dict(sizes)} does not fit its {whole.size} slots")
+        fits = isinstance(sizes, Mapping) and sizes and all(_is_count(size) for size in sizes.values())
+        if not fits or sum(sizes.values()) > whole.size:
+            raise PlacementError(
+                f"split of pool {name!r}: {sizes} does not fit its {whole.size} slots; give name -> number of slots"
+            )
+        if taken := [part for part in sizes if part in self._pools]:
+            raise PlacementError(f"split of pool {name!r}: there are resource pools of the names {taken} already")
         first = whole.first
         parts = []
         for part, size in sizes.items():

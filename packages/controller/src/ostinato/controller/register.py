@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import TypeVar
@@ -93,9 +93,19 @@ def register(
         UnknownDispatchMode: no mode has that name.
     """
     mode = dispatch_mode_named(dispatch_mode) if isinstance(dispatch_mode, str) else dispatch_mode
+    if not isinstance(mode, DispatchMode):
+        hint = "; write @register(...) with brackets" if callable(mode) else ""
+        raise RegistrationError(f"register: expected a dispatch mode or its name, got {type(mode).__name__}{hint}")
+    if not isinstance(execute_mode, Execute) or not isinstance(blocking, bool | None) or not isinstance(mesh, str):
+        raise RegistrationError(
+            "register: execute_mode is Execute.ALL or Execute.RANK_ZERO, blocking True, False or None, mesh a name; "
+            f"got {execute_mode!r}, {blocking!r} and {mesh!r}"
+        )
     for field, names in (("reads", reads), ("writes", writes), ("mutates", mutates), ("requires", requires)):
         if isinstance(names, str):
             raise RegistrationError(f"register: {field}={names!r} is one string; pass a tuple of column names")
+        if not isinstance(names, Iterable) or not all(isinstance(name, str) for name in names):
+            raise RegistrationError(f"register: {field} must be a tuple of column names, got {names!r}")
     if execute_mode is Execute.RANK_ZERO and mode.uses_mesh:
         raise RegistrationError(
             f"register: {mode.name} splits rows over all data-parallel ranks, Execute.RANK_ZERO runs one; "

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Generic, ParamSpec, TypeVar, cast
 
+from ostinato.controller.errors import PlacementError
 from ostinato.controller.rendezvous import init_process_group
 from ostinato.controller.topology import Coordinates
 
@@ -166,3 +167,22 @@ class WorkerSpec(Generic[W]):
 
     def __repr__(self) -> str:
         return f"WorkerSpec({getattr(self.cls, '__name__', self.cls)})"
+
+
+def checked_roles(roles: Any) -> dict[str, WorkerSpec[Any]]:
+    """Check what a backend is to launch, before anything starts.
+
+    Raises:
+        PlacementError: no dict of role -> `WorkerSpec`.
+        TypeError: a recipe holds something else than a subclass of `Worker`.
+    """
+    if not isinstance(roles, Mapping):
+        raise PlacementError(f"launch: expected a dict of role -> WorkerSpec, got {type(roles).__name__}")
+    for role, spec in roles.items():
+        if not isinstance(role, str) or not role:
+            raise PlacementError(f"launch: a role is text and not empty, got {role!r}")
+        if not isinstance(spec, WorkerSpec):
+            name = spec.__name__ if isinstance(spec, type) else type(spec).__name__
+            raise PlacementError(f"launch: role {role!r} needs a recipe, got {name}; write WorkerSpec({name}, ...)")
+        _ = spec.worker_class
+    return dict(roles)

@@ -18,7 +18,7 @@ from ostinato.controller.ray.liveness import Patience, Reply, wait_for_replies
 from ostinato.controller.ray.pool import Slot, release, reserve
 from ostinato.controller.ray.transport import Ledger, RayProcesses, RayTransport
 from ostinato.controller.topology import RankPlace, assign_ranks
-from ostinato.controller.worker import Worker, WorkerSpec
+from ostinato.controller.worker import Worker, WorkerSpec, checked_roles
 
 logger = logging.getLogger(__name__)
 
@@ -94,6 +94,7 @@ class RayBackend:
             GroupsExist: the groups are to be detached, and others have their name.
             WorkerFailed: a process did not come up. A worker's exception comes as its own type where it pickles.
         """
+        roles = checked_roles(roles)
         if self._attached:
             raise PlacementError(
                 f"this backend was attached to {self._name!r} and has no pools of its own; launch with another backend"
@@ -264,7 +265,6 @@ class RayBackend:
         import ray
         from ray import cloudpickle
 
-        _ = spec.worker_class  # a wrong class is refused here and not on every rank
         recipe = ray.put(cloudpickle.dumps(spec))  # pyright: ignore[reportPrivateImportUsage]
         arguments = [(role, recipe, processes.context(rank, role)) for rank in range(len(processes.actors))]
         self._everywhere(role, processes.actors, "build", arguments, processes)
