@@ -116,10 +116,13 @@ def test_policy_tokens_move_to_the_front_and_back():
     mask = torch.tensor([[1, 0, 0, 1, 1, 0], [0, 0, 0, 0, 0, 0], [0, 1, 1, 0, 0, 1], [1, 1, 1, 1, 1, 1]])
     values = torch.where(mask.bool(), torch.arange(1.0, 25.0).view(4, 6), math.nan)
     tokens = PolicyTokens(mask, torch.float64)
-    assert tokens.ordinal.tolist() == [[0, 1, 1, 1, 2, 3], [0] * 6, [0, 0, 1, 2, 2, 2], [0, 1, 2, 3, 4, 5]]
+    assert tokens.place.tolist() == [[1, 1, 1, 2, 3, 3], [0] * 6, [0, 1, 2, 2, 2, 3], [1, 2, 3, 4, 5, 6]]
+    assert tokens.counts.tolist() == [3, 0, 3, 6]
     front = tokens.compact(values)
-    assert front.tolist() == [[1, 4, 5, 0, 0, 0], [0] * 6, [14, 15, 18, 0, 0, 0], [19, 20, 21, 22, 23, 24]]
+    rows = [[1, 4, 5], [], [14, 15, 18], [19, 20, 21, 22, 23, 24]]
+    assert front.tolist() == [[0.0, *row, *[0.0] * (31 - len(row))] for row in rows]
     assert torch.equal(tokens.spread(front), torch.where(mask.bool(), values, 0).double())
+    assert tokens.behind(front)[mask.bool()].tolist() == [4, 5, 0, 15, 18, 0, 20, 21, 22, 23, 24, 0]
 
 
 @pytest.mark.parametrize(

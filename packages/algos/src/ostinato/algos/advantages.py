@@ -6,11 +6,11 @@ import torch
 
 from ostinato.algos._checks import check_not_negative, check_rows, check_same_shape, check_two_dims
 from ostinato.algos._typing import Labels, RowFloats, TokenFloats, TokenMask
-from ostinato.algos.blocks import Moments, kept, mask_bits, row_blocks, whiten_
+from ostinato.algos.blocks import Moments, keep_, kept, mask_bits, row_blocks, whiten_
 from ostinato.algos.groups import scored_groups
 from ostinato.algos.masked import accumulation_dtype, is_valid, zero_masked
 from ostinato.algos.registry import register_adv_est
-from ostinato.algos.scan import PolicyTokens, discounted_sum, reward_to_go
+from ostinato.algos.scan import DiscountedSum, PolicyTokens, reward_to_go
 
 BASELINE_EPSILON = 1e-8
 
@@ -54,14 +54,18 @@ def gae(
     advantages, returns = (token_level_rewards.new_empty(valid.shape) for _ in range(2))
     moments = Moments()
     dtype = accumulation_dtype(token_level_rewards)
+    summed: DiscountedSum | None = None
     for part in row_blocks(token_level_rewards):
         tokens = PolicyTokens(valid[part], dtype)
-        v = tokens.compact(values[part])
-        delta = tokens.compact(token_level_rewards[part]).sub_(v)
-        delta[:, :-1].add_(v[:, 1:], alpha=gamma)
-        advantages[part] = raw = tokens.spread(discounted_sum(delta, gamma * lam))
-        returns[part] = kept(values[part].to(dtype), tokens.bits).add_(raw)
-        moments.add(raw, tokens.bits)
+        r, v = (kept(x[part].to(dtype), tokens.bits) for x in (token_level_rewards, values))
+        # The recurrence of the returns R = A + V wants no value of the next token at this one's place:
+        # R_t = r_t + γ·Y_{t+1} with Y_t = (1 − λ)·V_t + λ·r_t + γλ·Y_{t+1}.
+        front = tokens.compact(torch.lerp(v, r, lam))
+        summed = summed or DiscountedSum(front.shape[1], gamma * lam, front)
+        total = keep_(tokens.behind(summed(front)).mul_(gamma).add_(r), tokens.bits)
+        raw = torch.sub(total, v, out=r)
+        moments.add(raw, tokens.bits, tokens.counts.sum())
+        returns[part], advantages[part] = total, raw
     return whiten_(advantages, valid, moments), returns
 
 
@@ -97,7 +101,7 @@ def reinforce_plus_plus(
     moments = Moments()
     for part in row_blocks(token_level_rewards):
         to_go = reward_to_go(token_level_rewards[part], valid[part], gamma)
-        moments.add(to_go, mask_bits(valid[part], to_go.dtype))
+        moments.add(to_go, mask_bits(valid[part], to_go.dtype), valid[part].sum())
         advantages[part] = returns[part] = to_go
     return whiten_(advantages, valid, moments), returns
 
@@ -185,7 +189,7 @@ def optimal_token_baseline(
     weight = cumulative / table.rows_in_unit.clamp(min=1)[table.unit][:, None]
 
     num_tokens = response_mask.shape[1]
-    ordinal = PolicyTokens(valid, torch.float64).ordinal
+    ordinal = PolicyTokens(valid, torch.float64).place - valid.to(torch.int64)  # policy tokens before each position
     cell = (table.group[:, None] * num_tokens + ordinal).flatten()
     cells = returns.new_zeros(table.num_groups * num_tokens + 1)
     # A masked position has the ordinal of the policy token behind it; its weight is 0, so it adds nothing there.

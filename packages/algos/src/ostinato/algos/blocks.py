@@ -38,6 +38,11 @@ def kept(x: Tensor, bits: Tensor) -> Tensor:
     return (x.view(bits.dtype) & bits).view(x.dtype)
 
 
+def keep_(x: Tensor, bits: Tensor) -> Tensor:
+    """`kept` in place."""
+    return x.view(bits.dtype).bitwise_and_(bits).view(x.dtype)
+
+
 def row_totals(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Sum each row over its valid entries, and count these.
 
@@ -51,8 +56,9 @@ def row_totals(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     sums, counts = (x.new_empty(x.shape[0], dtype=torch.float64) for _ in range(2))
     valid = is_valid(mask)
     for part in row_blocks(x):
-        sums[part] = kept(x[part], mask_bits(valid[part], x.dtype)).sum(-1, dtype=torch.float64)
-        counts[part] = valid[part].sum(-1)
+        bits = mask_bits(valid[part], x.dtype)
+        sums[part] = bits.bitwise_and_(x[part].view(bits.dtype)).view(x.dtype).sum(-1, dtype=torch.float64)
+        counts[part] = valid[part].view(torch.int8).sum(-1, dtype=torch.int32)
     return sums, counts, valid
 
 
@@ -61,8 +67,18 @@ def tile(rows: Tensor, valid: Tensor, dtype: torch.dtype) -> Tensor:
     out = rows.new_empty(valid.shape, dtype=dtype)
     column, raw = rows.to(dtype)[:, None].view(_BITS[dtype.itemsize]), out.view(_BITS[dtype.itemsize])
     for part in row_blocks(valid):
-        torch.bitwise_and(column[part], mask_bits(valid[part], dtype), out=raw[part])
+        raw[part].copy_(valid[part]).neg_().bitwise_and_(column[part])
     return out
+
+
+def _partial_sums(x: Tensor, squared: bool = False) -> Tensor:
+    """Sums over 64 entries each in the dtype of x, where rounding cannot add up, as float64 to be summed further."""
+    flat = x.flatten()
+    whole = flat.numel() // 64 * 64
+    parts = flat[:whole].unflatten(0, (-1, 64)), flat[whole:, None]
+    if squared:
+        return torch.cat([torch.linalg.vector_norm(part, dim=-1) for part in parts]).to(torch.float64).square_()
+    return torch.cat([part.sum(-1) for part in parts]).to(torch.float64)
 
 
 class Moments:
@@ -75,13 +91,13 @@ class Moments:
     def __init__(self) -> None:
         self._parts: list[tuple[Tensor, Tensor, Tensor]] = []
 
-    def add(self, x: Tensor, bits: Tensor) -> None:
-        """Take in a block: values that are 0 under the mask, and `mask_bits` of their width."""
-        count = -bits.sum().to(torch.float64)
-        mean = x.sum(dtype=torch.float64) / count.clamp(min=1)
-        centred = kept(x - mean.to(x.dtype), bits)
+    def add(self, x: Tensor, bits: Tensor, count: Tensor) -> None:
+        """Take in a block: values that are 0 under the mask, `mask_bits` of their width, and how many are valid."""
+        count = count.to(torch.float64)
+        mean = _partial_sums(x).sum() / count.clamp(min=1)
+        centred = keep_(x - mean.to(x.dtype), bits)
         # The rounding of the mean shifts every distance alike: it is taken out of the squares again.
-        squares = centred.square_().sum(dtype=torch.float64)
+        squares = _partial_sums(centred, squared=True).sum()
         self._parts.append((count, mean, squares - count * (mean.to(x.dtype) - mean).square()))
 
     def mean_and_scale(self) -> tuple[Tensor, Tensor]:
@@ -109,10 +125,11 @@ def whiten_(x: Tensor, valid: Tensor, moments: Moments) -> Tensor:
         return x
     dtype = accumulation_dtype(x)
     mean, scale = (value.to(dtype) for value in moments.mean_and_scale())
-    raw = x.view(_BITS[x.dtype.itemsize])
     for part in blocks:
-        whitened = (x[part].to(dtype) - mean).mul_(scale).to(x.dtype)
-        torch.bitwise_and(whitened.view(raw.dtype), mask_bits(valid[part], x.dtype), out=raw[part])
+        wide = x[part].to(dtype).sub_(mean).mul_(scale)
+        if wide.dtype != x.dtype:
+            x[part] = wide
+        keep_(x[part], mask_bits(valid[part], x.dtype))
     return x
 
 

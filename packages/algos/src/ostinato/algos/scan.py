@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from ostinato.algos.blocks import kept, mask_bits
 from ostinato.algos.masked import accumulation_dtype, is_valid
 
 BLOCK = 32
+"""Positions that one small matrix sums over."""
+
+BEGINNINGS = 512
+"""So many blocks, or fewer, are summed over by one matrix: they are few, and the next level would cost more calls."""
 
 
 class PolicyTokens:
@@ -25,7 +28,8 @@ class PolicyTokens:
 
     Attributes:
         bits: (B, R) `mask_bits` for the dtype.
-        ordinal: (B, R) int64: how many policy tokens of the row lie before each position; the k-th policy token has k.
+        place: (B, R) int64: how many policy tokens the row has up to each position, that one included; the row's k-th
+            policy token, counted from 1, has k.
     """
 
     def __init__(self, response_mask: Tensor, dtype: torch.dtype) -> None:
@@ -33,9 +37,13 @@ class PolicyTokens:
         count = valid.to(torch.int64)
         self.dtype = dtype
         self.bits = mask_bits(valid, dtype)
-        self.ordinal = count.cumsum(-1).sub_(count)
-        # What is masked goes to a column behind the row, which is cut off again.
-        self._target = torch.where(valid, self.ordinal, valid.shape[-1])
+        self.place = count.cumsum(-1)
+        self._target = count.neg_().bitwise_and_(self.place)  # masked: 0, a column that is cleared again
+
+    @property
+    def counts(self) -> Tensor:
+        """(B,) int64, policy tokens of each row."""
+        return self.place[:, -1] if self.place.shape[1] else self.place.sum(-1)
 
     def compact(self, x: Tensor) -> Tensor:
         """Move each row's policy tokens to its front.
@@ -44,50 +52,71 @@ class PolicyTokens:
             x: (B, R); masked entries may hold anything.
 
         Returns:
-            (B, R) of the dtype, 0 behind the last policy token.
+            (B, W) of the dtype, W the next multiple of `BLOCK` above R + 1: column k holds the k-th policy token
+            counted from 1; 0 in column 0 and behind the last policy token.
         """
         num_rows, num_tokens = x.shape
-        front = x.new_zeros((num_rows, num_tokens + 1), dtype=self.dtype)
-        return front.scatter_(-1, self._target, x.to(self.dtype))[:, :num_tokens]
+        width = ((num_tokens + 1) // BLOCK + 1) * BLOCK
+        front = x.new_zeros((num_rows, width), dtype=self.dtype).scatter_(-1, self._target, x.to(self.dtype))
+        front[:, 0] = 0
+        return front
 
-    def spread(self, x: Tensor) -> Tensor:
+    def spread(self, front: Tensor) -> Tensor:
         """Undo `compact`: each policy token's value at its own position, exactly 0 under the mask."""
-        return kept(x.gather(-1, self.ordinal), self.bits)
+        return kept(front.gather(-1, self.place), self.bits)
+
+    def behind(self, front: Tensor) -> Tensor:
+        """At each policy token what (B, W) says of the next one; under the mask any of the row's values."""
+        return front[:, 1:].gather(-1, self.place)
 
 
-def discounted_sum(x: Tensor, coefficient: float) -> Tensor:
+class DiscountedSum:
     """Solve y_t = x_t + c·y_{t+1}, y_R = 0, for all t at once: y_t = Σ_{k≥t} c^{k−t}·x_k.
 
-    A two-level scan. Inside of a block of 32 the sum is a product with the triangular matrix of powers c^{k−t}; the
-    blocks' own sums follow the same recurrence with coefficient c³² and are solved by the same function; each position
-    then adds what comes from behind its block, times its power of c. Only powers with exponents of 0 and more occur:
-    with |c| ≤ 1 none is larger than 1, and one that underflows belongs to a term that has decayed to 0. The closed
-    form by cumulative sums, Σ c^k·x_k / c^t, divides by c^t instead and overflows for long rows.
+    A two-level scan. Inside of a block of 32 the sum is a product with the triangular matrix of powers c^{k−t}. The
+    sums at the blocks' beginnings follow the same recurrence with coefficient c³² and are solved alike; what the next
+    block passes on, c times its beginning, is added to each block's last entry before the product. Only powers with
+    exponents of 0 and more occur: with |c| ≤ 1 none is larger than 1, and one that underflows belongs to a term that
+    has decayed to 0. The closed form by cumulative sums, Σ c^k·x_k / c^t, divides by c^t instead and overflows for
+    long rows.
 
     Args:
-        x: (..., R) floating and finite.
+        length: R.
         coefficient: c.
-
-    Returns:
-        y, same shape and dtype.
+        like: a tensor of the dtype and device of what will be summed.
+        at_once: so many positions, or fewer, need no second level.
 
     Source:
         Blelloch 1990, "Prefix sums and their applications", 1.4 (recurrences as scans), with blocks in place of pairs.
     """
-    length = x.shape[-1]
-    if length == 0:
-        return x
-    size = min(BLOCK, length)
-    steps = torch.arange(size, device=x.device)
-    distance = steps[:, None] - steps
-    c = x.new_full((), coefficient)
-    powers = torch.where(distance >= 0, c ** distance.clamp(min=0), x.new_zeros(()))
-    whole = pad(x, (0, -length % size)) if length % size else x
-    local = whole.unflatten(-1, (-1, size)) @ powers
-    if local.shape[-2] > 1:
-        starts = discounted_sum(local[..., 0], coefficient**size)
-        local[..., :-1, :].addcmul_(starts[..., 1:, None], c ** (size - steps))
-    return local.flatten(-2)[..., :length]
+
+    def __init__(self, length: int, coefficient: float, like: Tensor, at_once: int = BLOCK) -> None:
+        self.coefficient = coefficient
+        self.size = length if length <= at_once else BLOCK
+        steps = torch.arange(self.size, device=like.device)
+        distance = steps[:, None] - steps
+        c = like.new_full((), coefficient)
+        self.powers = torch.where(distance >= 0, c ** distance.clamp(min=0), like.new_zeros(()))
+        self.beginnings = None
+        if self.size < length:
+            self.beginnings = DiscountedSum(-(-length // self.size), coefficient**self.size, like, BEGINNINGS)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Sum over (..., R), floating and finite; x may be overwritten."""
+        if self.beginnings is None:
+            return x @ self.powers
+        length = x.shape[-1]
+        if length % self.size:
+            x = torch.nn.functional.pad(x, (0, -length % self.size))
+        blocks = x.unflatten(-1, (-1, self.size))
+        beginnings = self.beginnings(blocks @ self.powers[:, 0])
+        blocks[..., :-1, -1].add_(beginnings[..., 1:], alpha=self.coefficient)
+        return (blocks @ self.powers).flatten(-2)[..., :length]
+
+
+def discounted_sum(x: Tensor, coefficient: float) -> Tensor:
+    """`DiscountedSum` of a tensor that stays as it is: (..., R) -> (..., R)."""
+    return DiscountedSum(x.shape[-1], coefficient, x)(x.clone())
 
 
 def reward_to_go(rewards: Tensor, response_mask: Tensor, gamma: float) -> Tensor:
@@ -106,4 +135,5 @@ def reward_to_go(rewards: Tensor, response_mask: Tensor, gamma: float) -> Tensor
         bits = mask_bits(is_valid(response_mask), dtype)
         return kept(kept(rewards.to(dtype), bits).flip(-1).cumsum(-1).flip(-1), bits)
     tokens = PolicyTokens(response_mask, dtype)
-    return tokens.spread(discounted_sum(tokens.compact(rewards), gamma))
+    front = tokens.compact(rewards)
+    return tokens.spread(DiscountedSum(front.shape[1], gamma, front)(front))
