@@ -6,7 +6,14 @@ import pytest
 
 from ostinato.rollout import RolloutConfig
 from ostinato.rollout.errors import ConfigError
-from ostinato.rollout.limits import cache_bytes_per_token, check_memory, check_parallel, checked_context
+from ostinato.rollout.limits import (
+    cache_bytes_per_token,
+    check_device,
+    check_memory,
+    check_model,
+    check_parallel,
+    checked_context,
+)
 from ostinato.rollout.testing import save_tiny_model
 
 GIB = 1 << 30
@@ -68,3 +75,38 @@ def test_limits_context_is_the_models(tmp_path):
         checked_context(config(prompt_length=16), model)
     with pytest.raises(ConfigError, match="max_position_embeddings=16, got 17"):
         checked_context(config(max_model_len=17), model)
+
+
+LLAMA = {
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "num_hidden_layers": 32,
+    "hidden_size": 4096,
+    "max_position_embeddings": 8192,
+}
+
+
+def test_limits_ask_only_the_entries_of_a_config_json():
+    """A mapping does: preflight has no transformers model, no ranks and no device."""
+    sizes = {"prompt_length": 1024, "response_length": 2048}
+    assert check_model(config(**sizes), LLAMA, world_size=8) == 3072
+    with pytest.raises(ConfigError, match="4 works"):
+        check_model(config(tensor_model_parallel_size=6, **sizes), LLAMA, world_size=12)
+    with pytest.raises(ConfigError, match="8191 works"):
+        check_model(config(prompt_length=8192), LLAMA, world_size=8)
+    with pytest.raises(ConfigError, match="8192 works"):
+        check_model(config(max_model_len=9000), LLAMA, world_size=8)
+
+
+def test_limits_device_of_eight_billion_parameters():
+    """16 GB of weights, 128 KiB of cache a token, 1 GiB to work in, on 80 GiB of which 50 are free."""
+    device = {"parameters": 8_000_000_000, "free": 50 * GIB, "total": 80 * GIB}
+    keys = {"prompt_length": 1024, "response_length": 7168}
+    assert cache_bytes_per_token(config(**keys), LLAMA) == 128 << 10
+    assert check_device(config(gpu_memory_utilization=0.5, **keys), LLAMA, **device) == 39 * GIB
+    with pytest.raises(ConfigError, match=r"at most 0\.62: .* 0\.62 works"):
+        check_device(config(gpu_memory_utilization=0.7, **keys), LLAMA, **device)
+    with pytest.raises(ConfigError, match=r"at least 0\.22: .* 16\.9 GiB .* 0\.22 works"):
+        check_device(config(gpu_memory_utilization=0.1, **keys), LLAMA, **device)
+    spread = config(gpu_memory_utilization=0.13, tensor_model_parallel_size=2, **keys)
+    assert check_device(spread, LLAMA, **device) == int(0.13 * 80 * GIB) - GIB

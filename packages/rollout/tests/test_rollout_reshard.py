@@ -8,7 +8,7 @@ import torch
 from ostinato.rollout import RolloutConfig, SamplingParams, TensorSpec, build_rollout
 from ostinato.rollout.backends.fake import FakeRollout
 from ostinato.rollout.errors import EngineStateError, WeightMismatchError
-from ostinato.rollout.reshard import reshard, sync_weights
+from ostinato.rollout.reshard import PHASES, reshard, sync_weights
 from ostinato.rollout.testing import ModuleWeights, make_prompts, save_tiny_model
 
 F32 = torch.float32
@@ -54,6 +54,22 @@ def test_reshard_calls_come_in_the_order_that_fits_in_memory():
     assert names(rollout) == [
         "wake:weights", "load_weights", "finish_load", "park", "wake:kv_cache", "generate", "sleep", "restore",
     ]  # fmt: skip
+
+
+def test_reshard_names_its_phases_when_they_have_ended():
+    rollout = fake()
+    log = rollout.calls
+    with reshard(Source(WEIGHTS), rollout, observe=lambda phase: log.append((phase, "ended"))):
+        rollout.generate(PROMPTS, SamplingParams())
+    assert [name for name, detail in log if detail == "ended"] == list(PHASES)
+    assert [name for name, _ in log] == [
+        "wake", "wake_weights", "load_weights", "finish_load", "sync", "park", "wake", "wake_kv_cache", "generate",
+        "generate", "sleep", "sleep",
+    ]  # fmt: skip
+    ended: list[str] = []
+    with pytest.raises(OSError, match="stop"), reshard(Source(WEIGHTS), rollout, observe=ended.append):
+        raise OSError("stop")
+    assert ended == list(PHASES[:4]), "what an error broke off has not ended"
 
 
 def test_reshard_moves_values_in_the_rollouts_dtype():

@@ -135,3 +135,18 @@ class LiveWeights:
         """Give the memory back; the parameters stay as objects."""
         for tensor in self._tensors.values():
             tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+
+
+def model_specs(model_config: Any, dtype: torch.dtype, *, trust_remote_code: bool = False) -> dict[str, TensorSpec]:
+    """The weights of a model under the names of its folder, without any memory for them.
+
+    Args:
+        model_config: of transformers.
+        dtype: what an engine keeps them in.
+        trust_remote_code: run code that comes with the model.
+    """
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(model_config, dtype=dtype, trust_remote_code=trust_remote_code)
+    return LiveWeights(model).specs()

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+PHASES = ("wake_weights", "sync", "park", "wake_kv_cache", "generate", "sleep")
+"""What `reshard` goes through, in order; "generate" is the body of the `with` statement."""
+
 
 class _Watched:
     """The weights of a source on their way: counted, compared with their specs, renamed, and summed where asked."""
@@ -141,6 +144,10 @@ def _free_cached_memory(rollout: Rollout) -> None:
         torch.cuda.empty_cache()
 
 
+def _unobserved(phase: str) -> None:
+    pass
+
+
 def _undo(rollout: Rollout, restore: Callable[[], None] | None) -> list[BaseException]:
     """Put the engine to sleep and training state back; both are tried, and what failed is returned."""
     failures: list[BaseException] = []
@@ -162,6 +169,7 @@ def reshard(
     restore: Callable[[], None] | None = None,
     bucket_megabytes: int = 512,
     check: bool = False,
+    observe: Callable[[str], None] | None = None,
 ) -> Iterator[Rollout]:
     """Make `rollout` ready with the current weights of `source`, and give the device back afterwards.
 
@@ -176,6 +184,8 @@ def reshard(
             do nothing for what is there already.
         bucket_megabytes: size of a weight bucket; two exist at a time.
         check: compare checksums of both sides after the load.
+        observe: called with the name of each phase when it has ended, in the order of `PHASES`; those that an error
+            kept from ending are left out.
 
     Yields:
         `rollout`, ready to generate.
@@ -184,20 +194,27 @@ def reshard(
         RolloutError: what `sync_weights` raises. An error of the body, or of entering, is raised as it is; what then
             fails on the way back is added to it as a note.
     """
+    ended = observe or _unobserved
     try:
         rollout.wake("weights")
+        ended("wake_weights")
         sync_weights(source, rollout, bucket_megabytes=bucket_megabytes, check=check)
+        ended("sync")
         if park is not None:
             park()
         _free_cached_memory(rollout)
+        ended("park")
         rollout.wake("kv_cache")
+        ended("wake_kv_cache")
         yield rollout
+        ended("generate")
     except BaseException as error:
         for failure in _undo(rollout, restore):
             error.add_note(f"reshard: while cleaning up after this error: {failure!r}")
             logger.error("reshard: clean-up failed after %r", error, exc_info=failure)
         raise
     failures = _undo(rollout, restore)
+    ended("sleep")
     if len(failures) == 1:
         raise failures[0]
     if failures:

@@ -16,6 +16,7 @@ from ostinato.rollout.config import PREFIX
 from ostinato.rollout.decoding import Decoded, Decoder, DecodeRequest
 from ostinato.rollout.errors import ConfigError, GenerationError
 from ostinato.rollout.lifecycle import Lifecycle
+from ostinato.rollout.limits import context_length
 from ostinato.rollout.live_weights import LiveWeights
 from ostinato.rollout.model_config import read_model_config
 
@@ -84,7 +85,7 @@ class HfRollout:
         self._dp_rank, self._dp_size = dp_rank, dp_size
         self._device = torch.device(device)
         model_config = read_model_config(model_path, override_config, trust_remote_code=trust_remote_code)
-        self._context_length = context_length(config, model_config)
+        self._context_length = context_length(config, model_config.get_text_config(decoder=True))
         self._model = self._build(model_path, model_config, trust_remote_code)
         self._weights = LiveWeights(self._model)
         self._specs = self._weights.specs()
@@ -213,19 +214,6 @@ class HfRollout:
                 f"The weights hold NaN or overflow in {self._config.dtype}: check the last update, or set "
                 f"{PREFIX}.dtype=float32."
             )
-
-
-def context_length(config: RolloutConfig, model_config: Any) -> int:
-    """Most tokens of prompt and response together: what is configured, cut to what the model has positions for."""
-    known = getattr(model_config.get_text_config(decoder=True), "max_position_embeddings", None)
-    if known is None:
-        return config.context_length
-    if config.max_model_len is not None and config.max_model_len > known:
-        key = f"{PREFIX}.max_model_len"
-        raise ConfigError(
-            f"{key}: expected at most the model's max_position_embeddings={known}, got {config.max_model_len}.", key=key
-        )
-    return min(config.context_length, known)
 
 
 def pad_token(tokenizer: Any, model_config: Any, eos: tuple[int, ...]) -> int:

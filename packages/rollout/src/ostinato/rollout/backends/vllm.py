@@ -37,8 +37,8 @@ from ostinato.rollout.config import PREFIX
 from ostinato.rollout.copy_plan import CopyPlan, merged
 from ostinato.rollout.errors import ConfigError, EngineStateError, GenerationError, WeightMismatchError
 from ostinato.rollout.lifecycle import Lifecycle
-from ostinato.rollout.limits import cache_bytes_per_token, check_memory, check_parallel, checked_context
-from ostinato.rollout.live_weights import LiveWeights
+from ostinato.rollout.limits import cache_bytes_per_token, check_device, check_model
+from ostinato.rollout.live_weights import model_specs
 from ostinato.rollout.model_config import ATTENTION, read_model_config
 from ostinato.rollout.seeding import engine_seed, row_seeds
 
@@ -102,9 +102,8 @@ class VllmRollout:
         self._device = _with_index(torch.device(device))
         model_config: Any = read_model_config(model_path, override_config, trust_remote_code=trust_remote_code)
         text_config: Any = model_config.get_text_config(decoder=True)
-        self._context_length = checked_context(config, model_config)
-        self._specs = _specs(model_config, config.torch_dtype, trust_remote_code)
-        check_parallel(config, text_config, dp_size * config.tensor_model_parallel_size)
+        self._context_length = check_model(config, text_config, world_size=dp_size * config.tensor_model_parallel_size)
+        self._specs = model_specs(model_config, config.torch_dtype, trust_remote_code=trust_remote_code)
         self._tied = bool(getattr(text_config, "tie_word_embeddings", False))
         self._eos = end_tokens(model_path, text_config, tokenizer)
         self._pad = pad_token(tokenizer, model_config, self._eos)
@@ -158,13 +157,7 @@ class VllmRollout:
             return options
         weights = sum(math.prod(s.shape) for s in self._specs.values() if s.tied_to is None)
         free, total = torch.cuda.mem_get_info(self._device)
-        check_memory(
-            config,
-            weights=weights * config.torch_dtype.itemsize // size,
-            cache=cache * self._context_length,
-            free=free,
-            total=total,
-        )
+        check_device(config, text_config, parameters=weights, free=free, total=total)
         options["gpu_memory_utilization"] = config.gpu_memory_utilization
         options["enable_sleep_mode"] = config.free_cache_engine
         if not config.enforce_eager:
@@ -465,14 +458,6 @@ def _with_index(device: torch.device) -> torch.device:
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device
-
-
-def _specs(model_config: Any, dtype: torch.dtype, trust_remote_code: bool) -> dict[str, TensorSpec]:
-    from transformers import AutoModelForCausalLM
-
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(model_config, dtype=dtype, trust_remote_code=trust_remote_code)
-    return LiveWeights(model).specs()
 
 
 def _product(layer: Any, width: int, dtype: torch.dtype) -> torch.Tensor:

@@ -1,0 +1,596 @@
+"""SGLang beside training: its schedulers are children of a rollout group's first rank and share the ranks' devices.
+
+Runs with SGLang 0.5.14 to 0.5.23. Weights are handed over as shared memory (CUDA IPC on a GPU, each scheduler from its
+own rank's copy), a bucket with one call of `update_weights_from_tensor`; what a scheduler does with them is in
+`sglang_scheduler`, what versions of SGLang do differently in `sglang_versions`.
+"""
+
+# pyright: reportMissingImports=false
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import logging
+import math
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+import torch
+
+from ostinato.rollout.assemble import Completion, assemble, check_prompts, prompt_token_ids, rollout_ids
+from ostinato.rollout.backends.hf import end_tokens, pad_token
+from ostinato.rollout.backends.sglang_scheduler import LOADER, checksum_line, last_line, manifest
+from ostinato.rollout.backends.sglang_versions import (
+    attention_backend,
+    begin_update,
+    build_environment,
+    discard,
+    end_update,
+    free_port,
+    make_engine,
+    portable_handles,
+)
+from ostinato.rollout.buckets import aligned_bytes
+from ostinato.rollout.config import PREFIX
+from ostinato.rollout.errors import ConfigError, EngineStateError, GenerationError, WeightMismatchError
+from ostinato.rollout.lifecycle import Lifecycle
+from ostinato.rollout.limits import check_device, check_model
+from ostinato.rollout.live_weights import model_specs
+from ostinato.rollout.model_config import ATTENTION, read_model_config
+from ostinato.rollout.seeding import engine_seed, row_seeds
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine, Sequence
+
+    from ostinato.protocol import DataProto
+    from ostinato.rollout.assemble import FinishReason
+    from ostinato.rollout.base import Bucket, TensorSpec, WakeTag
+    from ostinato.rollout.config import RolloutConfig, SamplingParams
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_MEBIBYTE = 1 << 20
+# What is left free on the device beside an engine that wakes, for libraries that take their own.
+_MARGIN_BYTES = 512 * _MEBIBYTE
+# How often a call that waits looks whether the engine's processes are there.
+_POLL_SECONDS = 1.0
+# How long requests of a call that was broken off may take to end.
+_DRAIN_SECONDS = 60.0
+# A `top_p` that leaves the likeliest token alone.
+_ONE_TOKEN = 1e-9
+_MEMORY = {"weights": ("weights",), "kv_cache": ("kv_cache", "cuda_graph")}
+
+
+class SglangRollout:
+    """Generates with SGLang in processes of its own.
+
+    One engine spans `tensor_model_parallel_size` consecutive ranks of the process group, each of which makes the same
+    calls with the same prompts; the first of them owns the engine, and a call returns on all of them together. Samples
+    depend on (seed, step, rollout_id) through one seed a request.
+
+    Args:
+        config: everything under `actor_rollout_ref.rollout`.
+        model_path: folder with `config.json`; weights are read only where `load_format` is not "dummy".
+        device: where this rank trains; the engine takes the devices of its ranks.
+        dp_rank: place among `dp_size` independent engines.
+        dp_size: number of independent engines.
+        tokenizer: gives padding and end tokens; None takes the model's.
+        override_config: entries of the model's config that replace those of its folder.
+        trust_remote_code: run code that comes with the model.
+        engine_options: further keyword arguments of `sglang.Engine`, over those made here.
+
+    Raises:
+        ConfigError: what the model, the ranks or the device cannot do, before anything is built.
+    """
+
+    def __init__(
+        self,
+        config: RolloutConfig,
+        *,
+        model_path: str | Path,
+        device: torch.device | str = "cpu",
+        dp_rank: int = 0,
+        dp_size: int = 1,
+        tokenizer: Any = None,
+        override_config: Mapping[str, Any] | None = None,
+        trust_remote_code: bool = False,
+        engine_options: Mapping[str, Any] | None = None,
+    ):
+        self._config = config
+        self._dp_rank, self._dp_size = dp_rank, dp_size
+        self._device = _with_index(torch.device(device))
+        on_gpu = self._device.type == "cuda"
+        size = config.tensor_model_parallel_size
+        model_config: Any = read_model_config(model_path, override_config, trust_remote_code=trust_remote_code)
+        text_config: Any = model_config.get_text_config(decoder=True)
+        self._context_length = check_model(config, text_config, world_size=dp_size * size)
+        self._specs = model_specs(model_config, config.torch_dtype, trust_remote_code=trust_remote_code)
+        self._eos = end_tokens(model_path, text_config, tokenizer)
+        self._pad = pad_token(tokenizer, model_config, self._eos)
+        overrides = {name: value for name, value in (override_config or {}).items() if name != ATTENTION}
+        options = self._options(model_path, text_config, trust_remote_code)
+        if overrides:
+            options["json_model_override_args"] = json.dumps(overrides)
+        options |= dict(engine_options or {})
+        self._sleeps = on_gpu and bool(options["enable_memory_saver"])
+        self._ranks = _Ranks(size)
+        self._requests = itertools.count()
+        self._loading = False
+        self._stale_cache = False
+        self._pending: asyncio.Task[Any] | None = None
+        self._outgoing: torch.Tensor | None = None
+        loaded = config.load_format != "dummy"
+        self._state = Lifecycle("sglang", self._specs, loaded=loaded)
+        self._engine: Any = None
+        self._processes: list[Any] = []
+        self._ranks.call(self._build, options, self._ranks.gather(_visible(self._device)))
+        if on_gpu:
+            portable_handles()
+        self._awake: set[str] = {"weights", "kv_cache"}
+        # What waking takes, in bytes; the margin before the engine has slept once.
+        self._sizes = dict.fromkeys(_MEMORY, 0)
+        if not loaded:
+            self._fall_asleep()
+
+    def _options(self, path: str | Path, text_config: Any, trust_remote_code: bool) -> dict[str, Any]:
+        config, on_gpu = self._config, self._device.type == "cuda"
+        options: dict[str, Any] = {
+            "model_path": str(path),
+            "skip_tokenizer_init": True,
+            "trust_remote_code": trust_remote_code,
+            "dtype": str(config.torch_dtype).removeprefix("torch."),
+            # bf16 rounding of logits is a part of the distance between log-probabilities of rollout and training.
+            "enable_fp32_lm_head": config.torch_dtype != torch.float32,
+            "load_format": config.load_format,
+            "custom_weight_loader": [LOADER],
+            "random_seed": engine_seed(config.seed, 0, self._dp_rank),
+            # SGLang keeps two places of a sequence to itself.
+            "context_length": self._context_length + 8,
+            "max_running_requests": config.max_num_seqs,
+            "chunked_prefill_size": max(config.max_num_batched_tokens, 1),
+            "max_prefill_tokens": max(config.max_num_batched_tokens, self._context_length + 8),
+            "tp_size": config.tensor_model_parallel_size,
+            "device": self._device.type,
+            "attention_backend": attention_backend(self._device),
+            "sampling_backend": "pytorch",
+            "grammar_backend": "none",
+            "skip_server_warmup": True,
+            "enable_memory_saver": on_gpu and config.free_cache_engine,
+            "disable_cuda_graph": config.enforce_eager or not on_gpu,
+            "log_level": "error",
+        }
+        if not on_gpu:
+            places = min(config.max_num_seqs * (self._context_length + 8), 1 << 16)
+            return options | {"disable_overlap_schedule": True, "max_total_tokens": max(places, 1 << 12)}
+        weights = sum(math.prod(spec.shape) for spec in self._specs.values() if spec.tied_to is None)
+        free, total = torch.cuda.mem_get_info(self._device)
+        static = check_device(config, text_config, parameters=weights, free=free, total=total)
+        # Graphs of decoding alone: a rollout is nearly all decoding.
+        return options | {"disable_prefill_cuda_graph": True, "mem_fraction_static": round(static / free, 4)}
+
+    def _build(self, options: dict[str, Any], devices: Sequence[str | None]) -> None:
+        import psutil
+
+        spread = len(devices) > 1 and None not in devices
+        visible = ",".join(str(name) for name in devices) if spread else None
+        options = options | {"nccl_port": free_port(), "base_gpu_id": 0 if spread else (self._device.index or 0)}
+        before = {child.pid for child in psutil.Process().children()}
+        try:
+            with build_environment(visible):
+                self._engine = make_engine(options)
+        finally:
+            tracker = _resource_tracker()
+            self._processes = [
+                child for child in psutil.Process().children() if child.pid not in before and child.pid != tracker
+            ]
+            if self._engine is None:
+                self._end_processes()
+
+    @property
+    def dp_rank(self) -> int:
+        """This engine's place among the independent ones."""
+        return self._dp_rank
+
+    @property
+    def dp_size(self) -> int:
+        """How many independent engines there are."""
+        return self._dp_size
+
+    def specs(self) -> dict[str, TensorSpec]:
+        """The weights the engine wants, tied names included."""
+        return dict(self._specs)
+
+    # --- calls into the engine ---
+
+    def _wait(self, call: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine of the engine to its end, or find out that the engine's processes have ended."""
+        return self._finish(self._engine.loop.create_task(call))
+
+    def _finish(self, task: asyncio.Task[T]) -> T:
+        loop = self._engine.loop
+        while not task.done():
+            loop.run_until_complete(asyncio.wait({task}, timeout=_POLL_SECONDS))
+            if not task.done():
+                self._require_processes()
+        return task.result()
+
+    def _require_processes(self) -> None:
+        import psutil
+
+        gone = [child.pid for child in self._processes if not child.is_running() or _is_zombie(child, psutil)]
+        if gone:
+            raise EngineStateError(
+                f"sglang rollout: {len(gone)} of {len(self._processes)} processes of the engine have ended (pid "
+                f"{', '.join(map(str, gone))}); their output above says why. Start the run again; where memory was "
+                f"short, with a smaller {PREFIX}.gpu_memory_utilization."
+            )
+
+    @property
+    def _manager(self) -> Any:
+        return self._engine.tokenizer_manager
+
+    # --- memory ---
+
+    @property
+    def makes_room(self) -> bool:
+        """Whether `wake` empties torch's cache by itself where the device is short of memory."""
+        return True
+
+    def wake(self, tag: WakeTag) -> None:
+        """Map memory for the weights or for the cache again (a GPU with `free_cache_engine`)."""
+        self._state.wake(tag)
+        if self._sleeps and tag not in self._awake:
+            if torch.cuda.mem_get_info(self._device)[0] < self._sizes[tag] + _MARGIN_BYTES:
+                torch.cuda.empty_cache()
+            self._ranks.call(self._resume, _MEMORY[tag])
+        self._awake.add(tag)
+        self._flush()
+
+    def _resume(self, tags: Sequence[str]) -> None:
+        from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput
+
+        self._wait(self._manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=list(tags)), None))
+
+    def _release(self, tags: Sequence[str]) -> None:
+        from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
+
+        self._wait(self._manager.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=list(tags)), None))
+
+    def _flush(self) -> None:
+        """Drop what was cached of older weights; a cache whose memory was given back must not be touched."""
+        if self._stale_cache and "kv_cache" in self._awake:
+            self._ranks.call(self._flush_now)
+            self._stale_cache = False
+
+    def _flush_now(self) -> None:
+        answer = self._wait(self._manager.flush_cache())
+        if not answer.success:
+            raise EngineStateError(f"sglang rollout: the cache of older weights was not dropped: {answer.message}")
+
+    def sleep(self) -> None:
+        """Give the memory of weights and cache back; new weights must come before the next use."""
+        self._state.sleep()
+        if self._loading:
+            self._ranks.call(self._end_load)
+            self._loading = False
+        self._fall_asleep()
+
+    def _fall_asleep(self) -> None:
+        if self._sleeps:
+            for tag in [tag for tag in ("kv_cache", "weights") if tag in self._awake]:
+                before = torch.cuda.mem_get_info(self._device)[0]
+                self._ranks.call(self._release, _MEMORY[tag])
+                self._sizes[tag] = max(torch.cuda.mem_get_info(self._device)[0] - before, 0)
+        self._awake.clear()
+
+    def close(self) -> None:
+        """End the engine's processes."""
+        self._state.close()
+        if self._engine is not None:
+            discard(self._engine)
+            self._end_processes()
+        self._engine = self._outgoing = None
+
+    def _end_processes(self) -> None:
+        import psutil
+
+        everything = [*self._processes]
+        for child in self._processes:
+            try:
+                everything += child.children(recursive=True)
+            except psutil.NoSuchProcess:
+                continue
+        for child in everything:
+            try:
+                child.kill()
+            except psutil.NoSuchProcess:
+                continue
+        psutil.wait_procs(everything, timeout=30)
+        self._processes = []
+
+    # --- weights ---
+
+    def load_weights(self, bucket: Bucket) -> None:
+        """Hand some weights to the schedulers; they copy while the next bucket fills."""
+        self._state.load(name for name, _ in bucket)
+        for name, tensor in bucket:
+            if tuple(tensor.shape) != self._specs[name].shape:
+                line = f"{name}: sent {tuple(tensor.shape)}, wanted {self._specs[name].shape}"
+                raise WeightMismatchError(f"sglang rollout, load_weights: {line}. Send full tensors.", shapes=(line,))
+        begins = not self._loading
+        # What the last call handed over is read from memory that may be filled anew after this one.
+        self._ranks.call(self._begin_load if begins else self._finish_pending)
+        if begins:
+            self._loading = True
+            self._came: set[str] = set()
+        fresh = {self._specs[name].tied_to or name: tensor for name, tensor in bucket}
+        fresh = {name: tensor for name, tensor in fresh.items() if name not in self._came}
+        self._came.update(fresh)
+        self._hand_over(self._lines(list(fresh.items()), begins=begins))
+
+    def _lines(self, bucket: list[tuple[str, torch.Tensor]], *, begins: bool) -> list[tuple[str, torch.Tensor]]:
+        """Pieces of memory that other processes can read, and what lies in them."""
+        if self._device.type == "cpu":
+            offsets = list(itertools.accumulate((aligned_bytes(t.nbytes) for _, t in bucket), initial=0))
+            if self._outgoing is None or self._outgoing.numel() < offsets[-1]:
+                self._outgoing = torch.empty(max(offsets[-1], 1), dtype=torch.uint8).share_memory_()
+            for (_, tensor), offset in zip(bucket, offsets[:-1], strict=True):
+                place = self._outgoing[offset : offset + tensor.nbytes]
+                place.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+            return [(manifest(bucket, offsets[:-1], begins=begins), self._outgoing)]
+        storages: dict[int, list[tuple[str, torch.Tensor]]] = {}
+        for name, tensor in bucket:
+            on_device = tensor.to(self._device).contiguous()
+            storages.setdefault(on_device.untyped_storage().data_ptr(), []).append((name, on_device))
+        lines = []
+        for number, piece in enumerate(storages.values()):
+            storage = piece[0][1].untyped_storage()
+            memory = torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
+            offsets = [tensor.storage_offset() * tensor.element_size() for _, tensor in piece]
+            lines.append((manifest(piece, offsets, begins=begins and number == 0), memory))
+        torch.cuda.current_stream(self._device).synchronize()
+        return lines
+
+    def _hand_over(self, lines: list[tuple[str, torch.Tensor]]) -> None:
+        from sglang.srt.utils import MultiprocessingSerializer
+
+        size = self._config.tensor_model_parallel_size
+        if self._device.type == "cpu":
+            # One memory serves all schedulers.
+            payloads = [MultiprocessingSerializer.serialize(lines) for _ in range(size)] if self._ranks.first else []
+        else:
+            payloads = self._ranks.gather(MultiprocessingSerializer.serialize(lines))
+        # A tensor made here must stay until the schedulers have read it.
+        self._sent = lines
+        self._ranks.call(self._submit, payloads)
+
+    def _submit(self, payloads: Sequence[bytes]) -> None:
+        from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
+
+        request = UpdateWeightsFromTensorReqInput(
+            serialized_named_tensors=list(payloads), load_format=LOADER, flush_cache=False
+        )
+        loop = self._engine.loop
+        self._pending = loop.create_task(self._manager.update_weights_from_tensor(request, None))
+        # Far enough for the request to leave; its answer is waited for later.
+        loop.run_until_complete(asyncio.sleep(0.0))
+
+    def _finish_pending(self) -> None:
+        if self._pending is not None:
+            task, self._pending = self._pending, None
+            _require_success("load_weights", self._finish(task))
+
+    def _begin_load(self) -> None:
+        call = begin_update(self._manager)
+        if call is not None:
+            _require_success("load_weights", self._wait(call))
+
+    def _end_load(self) -> None:
+        self._finish_pending()
+        call = end_update(self._manager)
+        if call is not None:
+            _require_success("finish_load", self._wait(call))
+
+    def finish_load(self) -> None:
+        """Check that every weight came, and drop what was cached of older weights."""
+        self._state.finish_load()
+        names = [name for name, spec in self._specs.items() if spec.tied_to is None]
+        self._ranks.call(self._finish_pending)
+        self._hand_over([(last_line(names), torch.zeros(1, device=self._device))])
+        self._ranks.call(self._end_load)
+        self._loading = False
+        self._sent: list[tuple[str, torch.Tensor]] = []
+        if self._device.type == "cuda":
+            torch.cuda.ipc_collect()
+        self._stale_cache = True
+        self._flush()
+
+    def checksums(self) -> dict[str, int]:
+        """A checksum of every weight as the engine holds it; collective over the ranks of one engine."""
+        specs = {name: spec for name, spec in self._specs.items() if spec.tied_to is None}
+        sums = torch.zeros(len(specs), dtype=torch.int64, device=self._device)
+        if self._device.type == "cpu":
+            sums = sums.share_memory_()
+        self._ranks.call(self._begin_load)
+        self._hand_over([(checksum_line(specs), sums)])
+        self._ranks.call(self._end_load)
+        return dict(zip(specs, sums.tolist(), strict=True))
+
+    # --- generation ---
+
+    def generate(self, prompts: DataProto, sampling: SamplingParams) -> DataProto:
+        """Answer each prompt row once; see `Rollout.generate`."""
+        self._state.require_ready()
+        prompts = prompts.to("cpu")
+        lengths = check_prompts(prompts, self._context_length)
+        most = self._config.response_length
+        if sampling.max_tokens is not None and sampling.max_tokens > most:
+            raise ConfigError(
+                f"sampling.max_tokens: expected at most {PREFIX}.response_length={most}, got {sampling.max_tokens}.",
+                key="sampling.max_tokens",
+            )
+        limits = (self._context_length - lengths).clamp(max=sampling.max_tokens or most).tolist()
+        numbers = rollout_ids(prompts)
+        requests = self._requests_of(limits, numbers, sampling)
+        token_lists = prompt_token_ids(prompts) if len(prompts) else []
+        answers = self._ranks.call(self._run, token_lists, requests) if len(prompts) else []
+        completions = [_completion(row, answer) for row, answer in enumerate(answers)]
+        bad = [c.row for c in completions if not np.isfinite(np.asarray(c.log_probs, dtype=np.float64)).all()]
+        if bad:
+            raise GenerationError(
+                f"sglang rollout, generate: log-probabilities of {len(bad)} rows are not finite numbers (rollout_id "
+                f"{numbers[bad[:8]].tolist()}). The weights hold NaN or overflow in {self._config.dtype}: check the "
+                f"last update, or set {PREFIX}.dtype=float32."
+            )
+        return assemble(prompts, completions, response_length=most, pad_token_id=self._pad)
+
+    def _requests_of(self, limits: list[int], numbers: np.ndarray, sampling: SamplingParams) -> list[dict[str, Any]]:
+        # Greedy tokens of a temperature other than 1 are drawn from one token, because log-probabilities keep it:
+        # SGLang's own greedy draw reports those of temperature 1.
+        plain_greedy = sampling.greedy and sampling.log_prob_temperature == 1
+        ends = self._eos if sampling.eos_token_ids is None else sampling.eos_token_ids
+        shared: dict[str, Any] = {
+            "temperature": 0.0 if plain_greedy else sampling.log_prob_temperature,
+            "top_p": 1.0 if plain_greedy else _ONE_TOKEN if sampling.greedy else sampling.top_p,
+            "top_k": -1 if sampling.greedy or sampling.top_k <= 0 else sampling.top_k,
+            "min_p": 0.0 if sampling.greedy else sampling.min_p,
+            # The model's own end tokens are taken out of the schedulers: this list says it all.
+            "ignore_eos": sampling.ignore_eos,
+            "stop_token_ids": None if sampling.ignore_eos else list(ends),
+        }
+        seeds = row_seeds(sampling.seed, sampling.step, numbers).tolist()
+        return [
+            shared | {"max_new_tokens": limit, "sampling_seed": seed} for limit, seed in zip(limits, seeds, strict=True)
+        ]
+
+    def _run(self, token_lists: list[list[int]], requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        from sglang.srt.managers.io_struct import GenerateReqInput
+
+        request = GenerateReqInput(
+            input_ids=token_lists,
+            sampling_params=requests,
+            return_logprob=True,
+            rid=[f"ostinato-{next(self._requests)}" for _ in token_lists],
+        )
+        task = self._engine.loop.create_task(self._answers(request))
+        try:
+            return self._finish(task)
+        except BaseException:
+            # The engine must be idle when it is put to sleep, and the next call must not wait for the rest of this.
+            self._drain(task)
+            raise
+
+    async def _answers(self, request: Any) -> list[dict[str, Any]]:
+        answers = await self._manager.generate_request(request, None).__anext__()
+        return answers if isinstance(answers, list) else [answers]
+
+    def _drain(self, task: asyncio.Task[Any]) -> None:
+        loop = self._engine.loop
+        try:
+            self._require_processes()
+        except EngineStateError:
+            return
+        self._manager.abort_request(abort_all=True)
+        loop.run_until_complete(asyncio.wait({task}, timeout=_DRAIN_SECONDS))
+        if task.done() and not task.cancelled():
+            task.exception()
+        flushed = self._wait(self._manager.flush_cache(timeout_s=_DRAIN_SECONDS))
+        if not flushed.success:
+            logger.error("sglang rollout: requests of a call that was broken off go on: %s", flushed.message)
+
+
+class _Ranks:
+    """The ranks that one engine spans: the first one acts, and all go on together or fail together.
+
+    Args:
+        size: consecutive ranks of the default process group; making more than one is collective over all its ranks.
+    """
+
+    def __init__(self, size: int):
+        self.size = size
+        self.first = True
+        self._group: Any = None
+        if size > 1:
+            world, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
+            for start in range(0, world, size):
+                group = torch.distributed.new_group(list(range(start, start + size)), backend="gloo")
+                if start <= rank < start + size:
+                    self._group, self._leader, self.first = group, start, rank == start
+
+    def call(self, act: Callable[..., T], *args: Any) -> T:
+        """Let the first rank act; what it returns or raises is there on all ranks."""
+        if self._group is None:
+            return act(*args)
+        box: list[Any] = [None, None]
+        failure: BaseException | None = None
+        if self.first:
+            try:
+                box[0] = act(*args)
+            except Exception as error:
+                failure, box[1] = error, f"{type(error).__name__}: {error}"
+        torch.distributed.broadcast_object_list(box, src=self._leader, group=self._group)
+        if failure is not None:
+            raise failure
+        if box[1] is not None:
+            raise EngineStateError(f"sglang rollout: rank {self._leader}, which holds the engine, failed: {box[1]}")
+        return box[0]
+
+    def gather(self, value: T) -> list[T]:
+        """What each rank gave, in their order; on the first rank alone."""
+        if self._group is None:
+            return [value]
+        values: list[Any] | None = [None] * self.size if self.first else None
+        torch.distributed.gather_object(value, values, dst=self._leader, group=self._group)
+        return values or []
+
+
+def _completion(row: int, answer: Mapping[str, Any]) -> Completion:
+    meta = answer["meta_info"]
+    reason = (meta.get("finish_reason") or {}).get("type")
+    known: FinishReason = reason if reason in ("stop", "length") else "abort"
+    tokens = [int(token) for token in answer["output_ids"]]
+    log_probs = [float(entry[0]) for entry in meta.get("output_token_logprobs") or ()]
+    if known == "abort":
+        # It is not trained on; what came before the end may be told in part.
+        log_probs = (log_probs + [0.0] * len(tokens))[: len(tokens)]
+    return Completion(row=row, token_ids=tokens, log_probs=log_probs, finish_reason=known)
+
+
+def _require_success(what: str, answer: Any) -> None:
+    success, message = (answer[0], answer[1]) if isinstance(answer, tuple) else (answer.success, answer.message)
+    if not success:
+        raise EngineStateError(f"sglang rollout, {what}: the engine refused the weights: {message}")
+
+
+def _with_index(device: torch.device) -> torch.device:
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def _visible(device: torch.device) -> str | None:
+    """How `CUDA_VISIBLE_DEVICES` names a device; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    names = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    return names[device.index or 0] if names else str(device.index or 0)
+
+
+def _resource_tracker() -> int | None:
+    """The process of Python's that all children share."""
+    from multiprocessing import resource_tracker
+
+    return getattr(resource_tracker._resource_tracker, "_pid", None)
+
+
+def _is_zombie(child: Any, psutil: Any) -> bool:
+    try:
+        return child.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True

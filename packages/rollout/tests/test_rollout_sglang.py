@@ -1,0 +1,237 @@
+"""SGLang, real: on a CPU with stand-ins for three functions of vLLM. One engine a configuration serves all tests."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Collection
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ostinato.rollout import Rollout, RolloutConfig, build_rollout, check_installed
+from ostinato.rollout.errors import EngineStateError
+from ostinato.rollout.reshard import reshard
+from ostinato.rollout.testing import ModuleWeights, Setting, make_prompts, run_conformance
+from ostinato.rollout.testing.conformance import MODEL_CHECKS, PROTOCOL_CHECKS, Check, check_aborted_rows
+
+GPU = torch.cuda.is_available()
+STUB = Path(__file__).parent / "sglang_cpu_stub"
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="SGLang is not installed"),
+    pytest.mark.slow,
+]
+
+Engines = Callable[[RolloutConfig, Path], Any]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def stub():
+    """SGLang's layers take three functions from vLLM where there is no GPU; its children find them by PYTHONPATH."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not GPU:
+            patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(STUB), os.environ.get("PYTHONPATH")])))
+            patch.setenv("SGLANG_USE_CPU_ENGINE", "0")
+            patch.syspath_prepend(str(STUB))
+        yield
+
+
+@pytest.fixture(scope="module")
+def setting(tmp_path_factory) -> Setting:
+    # Several engines share the device, so that none may take the room of the others by waking.
+    overrides = {"free_cache_engine": False, "gpu_memory_utilization": 0.05}
+    return Setting("sglang", tmp_path_factory.mktemp("sglang"), atol=5e-3 if GPU else 2e-4, overrides=overrides)
+
+
+@pytest.fixture(scope="module")
+def engines():
+    built: dict[tuple[str, Path], Rollout] = {}
+
+    def make(config: RolloutConfig, path: Path) -> Rollout:
+        key = (repr(config), path)
+        if key not in built:
+            built[key] = build_rollout(config, model_path=path, device="cuda" if GPU else "cpu")
+        return built[key]
+
+    yield make
+    for rollout in built.values():
+        rollout.close()
+
+
+@pytest.fixture
+def engine(engines: Engines, setting: Setting) -> Any:
+    return engines(setting.config(), setting.model()[0])
+
+
+def test_sglang_building_leaves_the_process_as_it_was(setting: Setting, engines: Engines):
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    environment, terminate = dict(os.environ), signal.getsignal(signal.SIGTERM)
+    engines(setting.config(), setting.model()[0])
+    assert dict(os.environ) == environment
+    assert signal.getsignal(signal.SIGTERM) is terminate
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_sglang_is_known_as_installed():
+    check_installed("sglang")
+
+
+@pytest.mark.parametrize("check", [*PROTOCOL_CHECKS, *MODEL_CHECKS], ids=lambda check: check.__name__)
+def test_sglang_conforms(check: Check, engines: Engines, setting: Setting):
+    check(engines, setting)
+
+
+def test_sglang_marks_aborted_rows(engines: Engines, setting: Setting):
+    """H-46 with a real engine that is told to give up a request as soon as it has it."""
+
+    def abort(rollout: Any, rows: Collection[int]) -> None:
+        manager = rollout._manager
+        send = type(manager)._send_one_request.__get__(manager)
+
+        async def sending(request: Any, *args: Any, **kwargs: Any) -> Any:
+            answer = await send(request, *args, **kwargs)
+            if request.rid in names:
+                manager.abort_request(request.rid)
+            return answer
+
+        first = int(str(rollout._requests)[6:-1])
+        names = {f"ostinato-{first + row}" for row in rows}
+        manager._send_one_request = sending if rows else send
+
+    check_aborted_rows(engines, replace(setting, abort=abort))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_sglang_holds_what_was_sent(tied: bool, engines: Engines, setting: Setting):
+    """Checksums of both sides, at the watched load and at a repeated one."""
+    path, _ = setting.model(tied=tied)
+    for seed in (0, 1):
+        _, module = setting.model(tied=tied, seed=seed)
+        with reshard(ModuleWeights(module), engines(setting.config(), path), bucket_megabytes=1, check=True):
+            pass
+
+
+def test_sglang_a_load_given_up_half_way_is_followed_by_a_whole_one(engine: Any, setting: Setting):
+    _, module = setting.model()
+    name, tensor = next(iter(module.named_parameters()))
+    for _ in range(2):
+        engine.wake("weights")
+        engine.load_weights([(name, tensor.detach() * 0)])
+        engine.sleep()
+    with reshard(ModuleWeights(module), engine, check=True):
+        pass
+
+
+def test_sglang_an_interrupted_call_leaves_nothing_behind(engine: Any, setting: Setting, monkeypatch):
+    """What stops a call half way (Ctrl-C) must not be answered by the next one."""
+    _, module = setting.model()
+    prompts, sampling = make_prompts([[5, 6, 7]] * 3), setting.config().sampling(eos_token_ids=())
+    with reshard(ModuleWeights(module), engine):
+        expected = engine.generate(prompts, sampling).batch["responses"]
+        with monkeypatch.context() as patch:
+
+            def stop(task: Any) -> None:
+                engine._engine.loop.run_until_complete(asyncio_sleep())
+                raise KeyboardInterrupt
+
+            patch.setattr(engine, "_finish", stop)
+            patch.setattr(engine, "_wait", lambda call: engine._engine.loop.run_until_complete(call))
+            with pytest.raises(KeyboardInterrupt):
+                engine.generate(prompts, sampling)
+        assert torch.equal(engine.generate(prompts, sampling).batch["responses"], expected)
+
+
+async def asyncio_sleep() -> None:
+    import asyncio
+
+    await asyncio.sleep(0.01)
+
+
+def test_sglang_samples_follow_the_distribution(engine: Any, setting: Setting):
+    """512 draws of one token: each token's count within 5 standard deviations of what its probability says."""
+    _, module = setting.model()
+    prompts = make_prompts([[5, 6, 7]] * 512, rollout_ids=list(range(512)))
+    sampling = replace(setting.config().sampling(eos_token_ids=()), max_tokens=1)
+    with reshard(ModuleWeights(module), engine):
+        rows = engine.generate(prompts, sampling).batch
+    probabilities = module(input_ids=torch.tensor([[5, 6, 7]])).logits[0, -1].float().softmax(-1).detach()
+    counts = torch.bincount(rows["responses"][:, 0], minlength=512)
+    spread = (512 * probabilities * (1 - probabilities)).sqrt() + 1
+    assert float(((counts - 512 * probabilities).abs() / spread).max()) < 5
+
+
+def test_sglang_processes_end_with_the_engine_and_are_missed(setting: Setting):
+    """One that is killed is an error of the next call; `close` ends the rest, and only its own."""
+    import psutil
+
+    other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    rollout: Any = build_rollout(setting.config(max_num_seqs=8), model_path=setting.model()[0], device="cpu")
+    children = list(rollout._processes)
+    assert children
+    children[0].kill()
+    with (
+        pytest.raises(EngineStateError, match="processes of the engine have ended"),
+        reshard(ModuleWeights(setting.model()[1]), rollout),
+    ):
+        pass
+    rollout.close()
+    assert not any(psutil.pid_exists(child.pid) for child in children)
+    assert other.poll() is None
+    other.kill()
+    other.wait()
+
+
+ORPHANS = """
+import os, sys
+from ostinato.rollout import RolloutConfig, build_rollout
+
+if __name__ == "__main__":
+    config = RolloutConfig(name="sglang", dtype="float32", prompt_length=8, response_length=8)
+    rollout = build_rollout(config, model_path=sys.argv[1])
+    print(*[child.pid for child in rollout._processes], flush=True)
+    os.kill(os.getpid(), 9)
+"""
+
+
+@pytest.mark.skipif(GPU, reason="of children alone, which a device does not change")
+def test_sglang_processes_die_with_the_worker(setting: Setting, tmp_path):
+    import psutil
+
+    (tmp_path / "orphans.py").write_text(ORPHANS)
+    run = subprocess.run(
+        [sys.executable, str(tmp_path / "orphans.py"), str(setting.model()[0])],
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert run.returncode == -9, run.stderr[-2000:]
+    alive = [psutil.Process(int(pid)) for pid in run.stdout.split()[-2:] if psutil.pid_exists(int(pid))]
+    assert psutil.wait_procs(alive, timeout=10)[1] == []
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_sglang_conforms_asleep_between_calls_on_a_gpu(dtype: str, tmp_path):
+    """Memory unmapped between generations, checksums of every weight after each load."""
+    half = dtype == "bfloat16"
+    exclude = {"check_prompt_lengths", "check_split", "check_left_padding"} if half else set()
+    overrides = {"gpu_memory_utilization": 0.05}
+    setting = Setting("sglang", tmp_path, dtype=dtype, atol=0.25 if half else 5e-3, overrides=overrides)
+
+    def make(config: RolloutConfig, path: Path) -> Rollout:
+        return build_rollout(config, model_path=path, device="cuda")
+
+    run_conformance(make, setting, exclude=exclude)
+    path, module = setting.model()
+    rollout = make(setting.config(), path)
+    for _ in range(2):
+        with reshard(ModuleWeights(module), rollout, check=True):
+            inside = torch.cuda.mem_get_info()[0]
+        assert torch.cuda.mem_get_info()[0] - inside > 1 << 30
+    rollout.close()
