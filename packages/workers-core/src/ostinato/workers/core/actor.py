@@ -19,7 +19,7 @@ from ostinato.workers.core.export import export_hf
 from ostinato.workers.core.factory import build_engine, prepare_model
 from ostinato.workers.core.limits import BatchLimit
 from ostinato.workers.core.losses import ActorObjective
-from ostinato.workers.core.memory import memory_metrics
+from ostinato.workers.core.memory import MemoryTimeline, memory_metrics
 from ostinato.workers.core.microbatch import pack
 from ostinato.workers.core.residency import Residency
 from ostinato.workers.core.scoring import SCORING, Outputs, log_probs_of, scored
@@ -101,10 +101,12 @@ class ActorRolloutRefWorker(Worker):
         # The source streams from where the parameters lie, so offloaded ones never share the device with the engine's.
         source = self._actor.engine.weight_source()
         megabytes = self.config.rollout.update_weights_bucket_megabytes
-        with reshard(source, rollout, park=self._actor.park, bucket_megabytes=megabytes):
+        memory = MemoryTimeline(self._actor.engine.device)
+        with reshard(source, rollout, park=self._actor.park, bucket_megabytes=megabytes, observe=memory.mark):
             seconds = time.perf_counter() - began
             generated = rollout.generate(prompts, sampling)
-        return generated.with_meta(metrics={**generated.metrics, "timing_s/update_weights": Metric.max(seconds)})
+        own = {"timing_s/update_weights": Metric.max(seconds), **memory.metrics()}
+        return generated.with_meta(metrics={**generated.metrics, **own})
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, reads=SCORING, writes=("old_log_probs", "sum_pi_squared"))
     def compute_log_prob(self, batch: DataProto) -> DataProto:
@@ -167,7 +169,9 @@ class ActorRolloutRefWorker(Worker):
                 limit=config.update_limit,
                 temperature=self.config.rollout.temperature,
             )
-        metrics |= memory_metrics(actor.engine.device)
+            memory = MemoryTimeline(actor.engine.device)
+            memory.mark("update_actor")
+        metrics |= memory_metrics(actor.engine.device) | memory.metrics()
         if config.use_kl_loss:
             metrics["actor/kl_coef"] = Metric.mean(config.kl_loss_coef)
         return DataProto.from_dict(meta_info={"metrics": metrics})
