@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -11,18 +12,25 @@ import time
 import pytest
 import torch
 from safetensors.torch import load_file
-from toy_runs import arguments, metrics_of, toy_overrides, untimed
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from toy_runs import arguments, metrics_of, nested, toy_overrides, untimed
+
+from ostinato.ppo import run as run_module
+from ostinato.ppo.checkpoint import Checkpoints, complete_steps
+from ostinato.ppo.config import PpoConfig
+from ostinato.ppo.preflight import check
 
 pytestmark = pytest.mark.e2e
 
 
-def start(toy, folder):
+def start(toy, folder, **more):
     options = {
         "algorithm.adv_estimator": "gae",
         "trainer.backend": "local",
         "trainer.total_training_steps": 6,
         "trainer.save_freq": 3,
         "trainer.save_hf_model": True,
+        **more,
     }
     words = [sys.executable, "-m", "ostinato.ppo", *arguments(toy_overrides(toy, folder, **options))]
     return subprocess.Popen(words, env={**os.environ, "OMP_NUM_THREADS": "1"})
@@ -49,13 +57,14 @@ def whole(toy, tmp_path_factory):
 
 
 def test_resume_after_kill_gives_the_same_metrics_and_weights(toy, whole, tmp_path):
+    """Killed the moment its checkpoint is in force, which was written while training went on; no line is lost."""
     broken = tmp_path / "broken"
-    process = start(toy, broken)
-    log = broken / "metrics.jsonl"  # the line of step 3 comes after its checkpoint
-    wait_for(lambda: log.exists() and log.read_text().count("\n") >= 3, process)
+    background = {f"{role}.checkpoint.async_save": True for role in ("actor_rollout_ref.actor", "critic")}
+    process = start(toy, broken, **background)
+    wait_for((broken / "global_step_3" / "COMPLETE").exists, process)
     process.send_signal(signal.SIGKILL)
     process.wait(30)
-    assert start(toy, broken).wait(300) == 0
+    assert start(toy, broken, **background).wait(300) == 0
     expected = {line["training/global_step"]: untimed(line) for line in lines(whole)}
     found = {line["training/global_step"]: untimed(line) for line in lines(broken)}
     assert sorted(expected) == [1, 2, 3, 4, 5, 6]
@@ -71,3 +80,32 @@ def test_resume_at_the_budget_trains_no_more(toy, whole):
     before = lines(whole)
     assert start(toy, whole).wait(300) == 0
     assert lines(whole) == before
+
+
+def test_full_disk_costs_a_checkpoint_and_not_the_run(toy, tmp_path, monkeypatch):
+    """The line of a step is there before its checkpoint is in force."""
+    order, failing = [], iter([False, True, False])
+    write, in_force = FileSystemWriter.write_data, Checkpoints._put_in_force
+
+    def write_data(self, *args, **kwargs):
+        if next(failing):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(self, *args, **kwargs)
+
+    def put_in_force(self, pending):
+        order.append((pending.step, lines(tmp_path)[-1]["training/global_step"]))
+        in_force(self, pending)
+
+    monkeypatch.setattr(FileSystemWriter, "write_data", write_data)
+    monkeypatch.setattr(Checkpoints, "_put_in_force", put_in_force)
+    options = {
+        "trainer.backend": "local",
+        "trainer.total_training_steps": 3,
+        "trainer.save_freq": 1,
+        "data.val_files": [],
+    }
+    config = check(PpoConfig.from_mapping(nested(toy_overrides(toy, tmp_path, **options)))).config
+    run_module.train(config, emit=lambda event: None)
+    assert [line["training/failed_checkpoints"] for line in lines(tmp_path)] == [0, 1, 1]
+    assert order == [(1, 1), (3, 3)]
+    assert complete_steps(tmp_path) == [1, 3]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -10,7 +11,9 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
+from ostinato.controller import CallTimedOut, WorkerDied, WorkerFailed
 from ostinato.ppo.checkpoint import MARKER, Checkpoints, complete_steps, model_fingerprint
 from ostinato.ppo.errors import CheckpointError, RunFolderBusy
 
@@ -27,8 +30,20 @@ def write(folder):
     (folder / "actor" / "weights").write_text("w")
 
 
+def save(checkpoints, step, write, state):
+    """A checkpoint, begun and put in force."""
+    checkpoints.begin(step, write, state)
+    checkpoints.settle(wait=True)
+    return checkpoints.folder / f"global_step_{step}"
+
+
+def full_disk(folder):
+    write(folder)
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
 def test_checkpoint_save_leaves_whole_folder_and_latest(checkpoints):
-    folder = checkpoints.save(3, write, {"step": 3})
+    folder = save(checkpoints, 3, write, {"step": 3})
     assert folder.name == "global_step_3"
     assert (folder / "actor" / "weights").read_text() == "w"
     assert (folder / MARKER).exists()
@@ -37,59 +52,150 @@ def test_checkpoint_save_leaves_whole_folder_and_latest(checkpoints):
     assert not list(checkpoints.folder.glob("*.partial"))
 
 
-@pytest.mark.parametrize("step", [5, 10])
-def test_checkpoint_failed_save_leaves_the_older_one_in_force(checkpoints, caplog, step):
-    """H-69: the newest folder was cut off while it was written; resume takes the last whole one and says so."""
-    checkpoints.save(4, write, {"step": 4})
+@pytest.mark.parametrize("step", [4, 10])
+def test_checkpoint_full_disk_is_named_and_leaves_the_older_one_in_force(checkpoints, caplog, step):
+    """The run goes on: a warning, a count, and the space that half a checkpoint took is free again."""
+    save(checkpoints, 4, write, {"step": 4, "try": 1})
+    save(checkpoints, step, full_disk, {"step": step})
+    assert f"global_step_{step} could not be written; global_step_4 stays in force: " in caplog.text
+    assert "No space left on device" in caplog.text
+    assert checkpoints.num_failed == 1
+    assert [path.name for path in checkpoints.folder.glob("global_step_*")] == ["global_step_4"]
+    assert checkpoints.driver_state(checkpoints.to_resume("auto"))["try"] == 1
+    with pytest.raises(CheckpointError, match=f"global_step_{step} could not be written.*No space"):
+        checkpoints.finish()
+    save(checkpoints, 11, write, {"step": 11})
+    checkpoints.finish()
+    assert complete_steps(checkpoints.folder) == [4, 11]
 
+
+def test_checkpoint_full_disk_where_the_driver_or_a_worker_writes(checkpoints, monkeypatch):
+    """torch's own error for a full disk is no OSError, and a worker's arrives in a WorkerFailed."""
+
+    def on_a_worker(folder):
+        raise WorkerFailed("actor", 1, "node", "save_checkpoint") from OSError(errno.ENOSPC, "No space left on device")
+
+    save(checkpoints, 1, on_a_worker, {})
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "save", lambda *_: (_ for _ in ()).throw(RuntimeError("PytorchStreamWriter failed")))
+        save(checkpoints, 2, write, {})
+    with monkeypatch.context() as patch:
+        patch.setattr("ostinato.ppo.checkpoint._write_atomically", lambda *_: full_disk(checkpoints.folder / "x"))
+        (checkpoints.folder / "x").mkdir()
+        save(checkpoints, 3, write, {})
+    assert checkpoints.num_failed == 3
+    assert complete_steps(checkpoints.folder) == []
+
+
+@pytest.mark.parametrize(
+    "error", [WorkerDied("actor", 1, "node", "save_checkpoint"), CallTimedOut("hung"), ValueError("a bug")]
+)
+def test_checkpoint_failure_that_is_not_the_disk_s_ends_the_run(checkpoints, error):
     def fail(folder):
-        write(folder)
-        raise OSError("no space left on device")
+        raise error
 
-    with pytest.raises(CheckpointError, match=f"global_step_{step} could not be written; the older .* no space"):
-        checkpoints.save(step, fail, {"step": step})
-    with caplog.at_level(logging.WARNING):
-        assert checkpoints.to_resume("auto").name == "global_step_4"
-    assert f"global_step_{step}" in caplog.text
+    with pytest.raises(type(error)):
+        save(checkpoints, 1, fail, {})
+    assert checkpoints.num_failed == 0
+
+
+def test_checkpoint_under_way_is_not_in_force_until_it_is_written(checkpoints, caplog):
+    """Written in the background: no marker, no resume before all of it is there; the next one waits for it."""
+    asked = []
+
+    def written(wait):
+        asked.append(wait)
+        return wait
+
+    checkpoints.begin(1, write, {"step": 1}, written)
+    checkpoints.settle()
+    assert asked == [False]
+    assert complete_steps(checkpoints.folder, warn=False) == []
+    assert not (checkpoints.folder / "global_step_1.partial" / MARKER).exists()
+    checkpoints.begin(2, write, {"step": 2}, written)
+    assert asked == [False, True]
+    assert complete_steps(checkpoints.folder, warn=False) == [1]
+    checkpoints.finish()
+    assert complete_steps(checkpoints.folder) == [1, 2]
+    assert not caplog.records
+
+
+def test_checkpoint_under_way_that_fails_is_given_up(checkpoints, caplog):
+    def written(wait):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    save(checkpoints, 1, write, {"step": 1})
+    checkpoints.begin(2, write, {"step": 2}, written)
+    checkpoints.settle()
+    assert "global_step_2 could not be written; global_step_1 stays in force: " in caplog.text
+    assert [path.name for path in checkpoints.folder.glob("global_step_*")] == ["global_step_1"]
+    save(checkpoints, 3, write, {"step": 3})
+    checkpoints.finish()
+
+
+def test_checkpoint_keeps_each_role_s_part_as_long_as_asked(tmp_path):
+    def both(folder):
+        write(folder)
+        (folder / "critic").mkdir()
+
+    kept = Checkpoints(tmp_path, keep={"actor": 3, "critic": 1})
+    for step in (1, 2, 3, 4):
+        save(kept, step, both, {"step": step})
+    assert complete_steps(tmp_path) == [2, 3, 4]
+    assert complete_steps(tmp_path, roles=["actor", "critic"]) == [4]
+    (tmp_path / "global_step_4" / MARKER).unlink()
+    assert kept.to_resume("auto", roles=["actor"]).name == "global_step_3"
+    with pytest.raises(CheckpointError, match="holds no critic"):
+        kept.driver_state(kept.to_resume("auto", roles=["actor", "critic"]), ["actor", "critic"])
+    kept.close()
+    longer = Checkpoints(tmp_path / "longer", keep={"actor": 1, "critic": 2})
+    for step in (1, 2):
+        save(longer, step, write, {"step": step})
+    assert complete_steps(longer.folder) == [2], "nothing is kept of a checkpoint without a critic"
+    longer.close()
 
 
 def test_checkpoint_without_its_last_file_is_passed_over(checkpoints, caplog):
     """H-69: step 5 whole, step 10 without its last file."""
-    checkpoints.save(5, write, {"step": 5})
-    folder = checkpoints.save(10, write, {"step": 10})
+    save(checkpoints, 5, write, {"step": 5})
+    folder = save(checkpoints, 10, write, {"step": 10})
     (folder / MARKER).unlink()
     with caplog.at_level(logging.WARNING):
         assert checkpoints.to_resume("auto").name == "global_step_5"
     assert "global_step_10" in caplog.text
 
 
-def test_checkpoint_kill_during_save_leaves_the_older_one_in_force(tmp_path, caplog):
+@pytest.mark.parametrize("when", ["begin", "settle"])
+def test_checkpoint_kill_during_save_leaves_the_older_one_in_force(tmp_path, caplog, when):
     code = (
         "import os, sys; from ostinato.ppo.checkpoint import Checkpoints\n"
-        "c = Checkpoints(sys.argv[1]); c.save(1, lambda f: (f / 'a').write_text('a'), {'step': 1})\n"
-        "c.save(2, lambda f: ((f / 'a').write_text('half'), os.kill(os.getpid(), 9)), {'step': 2})\n"
+        "c = Checkpoints(sys.argv[1]); c.begin(1, lambda f: (f / 'a').write_text('a'), {'step': 1}); c.settle()\n"
+        "kill = lambda: os.kill(os.getpid(), 9)\n"
+        "half = lambda f: ((f / 'a').write_text('half'), 'begin' in sys.argv and kill())\n"
+        "c.begin(2, half, {}, lambda wait: kill())\n"
+        "c.settle()\n"
     )
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)])
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path), when])
     assert done.returncode == -9
     survivor = Checkpoints(tmp_path)  # the dead run's hold on the folder went with it
     assert survivor.to_resume("auto").name == "global_step_1"
     assert "global_step_2.partial was cut off while it was written and is removed" in caplog.text
     assert not (tmp_path / "global_step_2.partial").exists()
-    assert survivor.save(2, write, {"step": 2}).name == "global_step_2"
+    assert save(survivor, 2, write, {"step": 2}).name == "global_step_2"
     assert complete_steps(tmp_path) == [1, 2]
     survivor.close()
 
 
 def test_checkpoint_saved_again_replaces_the_old(checkpoints):
-    checkpoints.save(1, write, {"step": 1, "try": 1})
-    folder = checkpoints.save(1, write, {"step": 1, "try": 2})
+    save(checkpoints, 1, write, {"step": 1, "try": 1})
+    folder = save(checkpoints, 1, write, {"step": 1, "try": 2})
     assert checkpoints.driver_state(folder)["try"] == 2
     assert [path.name for path in checkpoints.folder.glob("global_step_1*")] == ["global_step_1"]
 
 
 def test_checkpoint_kill_between_the_renames_of_a_replacement_loses_nothing(tmp_path, monkeypatch):
     first = Checkpoints(tmp_path)
-    first.save(1, write, {"try": 1})
+    save(first, 1, write, {"try": 1})
 
     def dies(self, target):
         os.rename(self, target)
@@ -98,13 +204,13 @@ def test_checkpoint_kill_between_the_renames_of_a_replacement_loses_nothing(tmp_
 
     monkeypatch.setattr(type(tmp_path), "rename", dies)
     with pytest.raises(KeyboardInterrupt):
-        first.save(1, write, {"try": 2})
+        save(first, 1, write, {"try": 2})
     monkeypatch.undo()
     first.close()
     assert complete_steps(tmp_path) == []
     second = Checkpoints(tmp_path)
     assert second.driver_state(second.to_resume("auto")) == {"try": 2}
-    second.save(1, write, {"try": 3})
+    save(second, 1, write, {"try": 3})
     assert [path.name for path in tmp_path.glob("global_step_*")] == ["global_step_1"]
     second.close()
 
@@ -112,14 +218,14 @@ def test_checkpoint_kill_between_the_renames_of_a_replacement_loses_nothing(tmp_
 def test_checkpoint_keep_drops_the_oldest(tmp_path):
     kept = Checkpoints(tmp_path, keep=2)
     for step in (2, 4, 6, 10):
-        kept.save(step, write, {"step": step})
+        save(kept, step, write, {"step": step})
     assert complete_steps(tmp_path) == [6, 10]
     kept.close()
 
 
 def test_checkpoint_kill_while_an_old_one_is_dropped_leaves_no_half_one(tmp_path, monkeypatch):
     kept = Checkpoints(tmp_path, keep=1)
-    kept.save(2, write, {"step": 2})
+    save(kept, 2, write, {"step": 2})
 
     def dies(folder, **options):
         if folder.name == "global_step_2":
@@ -128,14 +234,14 @@ def test_checkpoint_kill_while_an_old_one_is_dropped_leaves_no_half_one(tmp_path
 
     monkeypatch.setattr("ostinato.ppo.checkpoint.shutil.rmtree", dies)
     with pytest.raises(KeyboardInterrupt):
-        kept.save(4, write, {"step": 4})
+        save(kept, 4, write, {"step": 4})
     assert complete_steps(tmp_path) == [4]
     kept.close()
 
 
 def test_checkpoint_steps_sort_as_numbers(checkpoints):
     for step in (9, 10, 100):
-        checkpoints.save(step, write, {"step": step})
+        save(checkpoints, step, write, {"step": step})
     assert checkpoints.to_resume("auto").name == "global_step_100"
 
 
@@ -145,12 +251,12 @@ def test_checkpoint_fresh_folder_resumes_nothing(checkpoints, mode):
 
 
 def test_checkpoint_disable_ignores_what_is_there(checkpoints):
-    checkpoints.save(1, write, {"step": 1})
+    save(checkpoints, 1, write, {"step": 1})
     assert checkpoints.to_resume("disable") is None
 
 
 def test_checkpoint_resume_path_takes_only_whole_ones(checkpoints, tmp_path):
-    folder = checkpoints.save(1, write, {"step": 1})
+    folder = save(checkpoints, 1, write, {"step": 1})
     assert checkpoints.to_resume("resume_path", str(folder)) == folder
     with pytest.raises(CheckpointError, match=r"trainer\.resume_from_path"):
         checkpoints.to_resume("resume_path", str(tmp_path))
@@ -174,7 +280,7 @@ def test_checkpoint_of_another_model_is_refused(checkpoints, tmp_path):
     checkpoints.claim(mine)
     checkpoints.claim(model(num_layers=3))  # nothing saved yet: the folder may change hands
     checkpoints.claim(mine)
-    checkpoints.save(1, write, {"step": 1})
+    save(checkpoints, 1, write, {"step": 1})
     checkpoints.claim(model(dtype="bfloat16", transformers_version="9"))  # not what gives weights their shapes
     with pytest.raises(CheckpointError, match="checkpoints of another model") as caught:
         checkpoints.claim(model(num_layers=3))
@@ -182,7 +288,7 @@ def test_checkpoint_of_another_model_is_refused(checkpoints, tmp_path):
 
 
 def test_checkpoint_without_a_role_that_the_run_has_is_refused(checkpoints):
-    folder = checkpoints.save(1, write, {"step": 1})
+    folder = save(checkpoints, 1, write, {"step": 1})
     assert checkpoints.driver_state(folder, ["actor"]) == {"step": 1}
     with pytest.raises(CheckpointError, match=r"holds no critic: .*algorithm\.adv_estimator"):
         checkpoints.driver_state(folder, ["actor", "critic"])
@@ -195,7 +301,7 @@ def test_checkpoint_folder_that_cannot_be_made_is_named(tmp_path):
 
 
 def test_checkpoint_unreadable_driver_state_is_named(checkpoints):
-    folder = checkpoints.save(1, write, {"step": 1})
+    folder = save(checkpoints, 1, write, {"step": 1})
     (folder / "driver.pt").write_bytes(b"PK")
     with pytest.raises(CheckpointError, match=r"driver\.pt cannot be read"):
         checkpoints.driver_state(folder)

@@ -196,6 +196,7 @@ def test_ppo_config_is_frozen_and_paths_of_home_are_resolved(monkeypatch):
         ("trainer", {"n_gpus_per_node": 0}),
         ("trainer", {"total_training_steps": 0}),
         ("trainer", {"max_actor_ckpt_to_keep": 0}),
+        ("trainer", {"max_critic_ckpt_to_keep": 0}),
         ("custom_reward_function", {"timeout_seconds": 0}),
     ],
 )

@@ -1,11 +1,12 @@
 from __future__ import annotations
 
 import errno
+import threading
 
 import pytest
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-from ostinato.workers.core.testing.oracle import make_rows, start
+from ostinato.workers.core.testing.oracle import assert_same_weights, make_rows, start
 from ostinato.workers.fsdp.errors import CheckpointError
 from ostinato.workers.fsdp.testing import fsdp
 
@@ -70,7 +71,7 @@ def test_load_into_offloaded_engine_equals_load_on_device(workspace, tmp_path):
 
 def test_frozen_model_reads_a_trained_ones_checkpoint(workspace, tmp_path):
     from ostinato.workers.core.config import ModelConfig
-    from ostinato.workers.core.testing.oracle import Driver, assert_same_weights
+    from ostinato.workers.core.testing.oracle import Driver
 
     trained = start(fsdp(), workspace / "lm")
     trained.train(make_rows(2, seed=1))
@@ -91,3 +92,44 @@ def test_skipped_steps_are_counted_and_kept(workspace, tmp_path):
     other = start(fsdp(), workspace / "lm")
     other.engine.load(tmp_path)
     assert other.engine.skipped_steps == 1
+
+
+def test_save_in_the_background_is_of_the_moment_at_which_it_was_asked_for(workspace, tmp_path, monkeypatch):
+    """Training goes on, and changes nothing of what is written; a second save waits for the first."""
+    driver = start(fsdp(), workspace / "lm")
+    driver.train(make_rows(2, seed=1))
+    gate, write = threading.Event(), FileSystemWriter.write_data
+
+    def slow(self, *args, **kwargs):
+        assert gate.wait(30)
+        return write(self, *args, **kwargs)
+
+    monkeypatch.setattr(FileSystemWriter, "write_data", slow)
+    first = driver.engine.save(tmp_path / "first", background=True)
+    expected = [driver.train(make_rows(2, seed=seed)) for seed in (2, 3)]
+    assert not first.done()
+    assert not (tmp_path / "first" / ".metadata").exists()
+    gate.set()
+    second = driver.engine.save(tmp_path / "second", background=True)
+    assert first.done()
+    second.wait()
+    resumed = start(fsdp(), workspace / "lm")
+    resumed.engine.load(tmp_path / "first")
+    assert [resumed.train(make_rows(2, seed=seed)) for seed in (2, 3)] == expected
+    resumed.engine.load(tmp_path / "second")
+    assert_same_weights(resumed.state(), driver.state(), rtol=0)
+
+
+def test_save_in_the_background_tells_its_failure_where_it_is_waited_for(workspace, tmp_path, monkeypatch):
+    driver = start(fsdp(), workspace / "lm")
+
+    def full(self, *args, **kwargs):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FileSystemWriter, "write_data", full)
+        failed = driver.engine.save(tmp_path / "full", background=True)
+        with pytest.raises(CheckpointError, match=r"full cannot be written: rank 0: OSError: .*No space left"):
+            failed.wait()
+    driver.engine.save(tmp_path / "whole", background=True).wait()
+    driver.engine.load(tmp_path / "whole")

@@ -15,7 +15,9 @@ def test_fsdp_one_rank(check, workspace):
 
 @pytest.mark.usefixtures("process_group")
 def test_fsdp_many_ranks(workspace):
-    """H-54, H-55, H-56, H-57, H-58, H-29, H-60 at two and four ranks; saved at two, resumed at one and at four."""
+    """H-54, H-55, H-56, H-57, H-58, H-29, H-60 at two and four ranks; saved at one, resumed at two replicas;
+    saved at two, resumed at one and at four."""
+    conformance.save_for_other_world(fsdp(), workspace)
     first, second = spawn(two_ranks, 2, workspace)
     assert first == second
     assert len(first) == len(conformance.CHECKS) + 15

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ostinato.workers.core.testing.spawn import spawn
-from ostinato.workers.fsdp.testing import one_gpu, two_ranks
+from ostinato.workers.fsdp.testing import one_gpu, one_rank_saves, two_ranks
 
 
 @pytest.mark.gpu
@@ -16,4 +16,5 @@ def test_fsdp_one_gpu(workspace):
 @pytest.mark.multigpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_fsdp_two_gpus(workspace):
+    spawn(one_rank_saves, 1, workspace, device_type="cuda")
     spawn(two_ranks, 2, workspace, "cuda", device_type="cuda")

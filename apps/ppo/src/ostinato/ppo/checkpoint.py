@@ -7,9 +7,12 @@ A run folder looks like this:
     global_step_40/                     actor/  critic/  driver.pt  COMPLETE
     global_step_60.partial/             being written, or left behind by a run that died
 
-The workers write into the `.partial` folder, the driver adds its own state, the marker `COMPLETE` comes last, then the
-folder is renamed. A folder without its marker is passed over with a warning; a `.partial` one goes when the next run
-takes the run folder.
+The workers write into the `.partial` folder and the driver adds its own state (`begin`); once all of it is there, and
+the step's metrics are written too, the marker `COMPLETE` comes last and the folder is renamed (`settle`). A folder
+without its marker is passed over with a warning; a `.partial` one goes when the next run takes the run folder.
+
+A checkpoint that cannot be written, because the disk is full for example, costs a warning and the space that it took:
+the older ones stay in force and the run goes on. Only where it was the last one does the run end with an error.
 """
 
 from __future__ import annotations
@@ -23,17 +26,20 @@ import pickle
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 import torch
 
+from ostinato.controller import ControllerError, WorkerDied, WorkerFailed
 from ostinato.ppo.errors import CheckpointError, RunFolderBusy
 
 logger = logging.getLogger(__name__)
 
 MARKER = "COMPLETE"
+DRIVER_STATE = "driver.pt"
 LATEST = "latest_checkpointed_iteration.txt"
 _STEP = re.compile(r"global_step_(\d+)")
 
@@ -56,11 +62,13 @@ def model_fingerprint(model_path: str | Path) -> dict[str, Any]:
     }
 
 
-def complete_steps(folder: Path) -> list[int]:
-    """Steps with a whole checkpoint under `folder`, ascending; a cut-off one is named in a warning.
+def complete_steps(folder: Path, *, roles: Sequence[str] = (), warn: bool = True) -> list[int]:
+    """Steps with a whole checkpoint under `folder`, ascending.
 
     Args:
         folder: a run folder; it need not exist.
+        roles: those that a checkpoint must have a part of.
+        warn: name each one that was cut off in a warning.
     """
     steps = []
     for path in folder.glob("global_step_*"):
@@ -68,8 +76,9 @@ def complete_steps(folder: Path) -> list[int]:
         if match is None:
             continue
         if (path / MARKER).exists() and not path.name.endswith(".partial"):
-            steps.append(int(match[1]))
-        else:
+            if all((path / role).is_dir() for role in roles):
+                steps.append(int(match[1]))
+        elif warn:
             logger.warning("%s was cut off while it was written and is passed over", path)
     return sorted(steps)
 
@@ -79,16 +88,24 @@ class Checkpoints:
 
     Args:
         folder: the run folder (`trainer.default_local_dir`); made where it is missing.
-        keep: how many whole checkpoints stay (`trainer.max_actor_ckpt_to_keep`); None keeps all.
+        keep: how many checkpoints hold each role's part (`trainer.max_actor_ckpt_to_keep`, `max_critic_ckpt_to_keep`);
+            a number counts for all roles, None keeps all.
+
+    Attributes:
+        num_failed: checkpoints that could not be written.
+        failure: why the last one could not be; None: it could.
 
     Raises:
         RunFolderBusy: another run that is still alive writes to this folder.
         CheckpointError: the folder cannot be written to.
     """
 
-    def __init__(self, folder: str | Path, keep: int | None = None) -> None:
+    def __init__(self, folder: str | Path, keep: int | Mapping[str, int | None] | None = None) -> None:
         self.folder = Path(folder).absolute()
-        self.keep = keep
+        self.keep = dict(keep) if isinstance(keep, Mapping) else {"actor": keep}
+        self.num_failed = 0
+        self.failure: CheckpointError | None = None
+        self._pending: _Pending | None = None
         with self._writable():
             self.folder.mkdir(parents=True, exist_ok=True)
             self._lock = _hold(self.folder / ".lock")
@@ -120,12 +137,13 @@ class Checkpoints:
         with self._writable():
             _write_atomically(path, json.dumps({"format": 1, "model": fingerprint}, indent=1))
 
-    def to_resume(self, mode: str, path: str | None = None) -> Path | None:
+    def to_resume(self, mode: str, path: str | None = None, roles: Sequence[str] = ()) -> Path | None:
         """The checkpoint that this run continues from, or None for a fresh start.
 
         Args:
             mode: `auto` (the newest whole one, if any), `disable`, or `resume_path`.
             path: the folder for `resume_path`.
+            roles: those whose weights will be read; of the whole ones `auto` takes the newest that has them.
 
         Raises:
             CheckpointError: `resume_path` names something that is no whole checkpoint.
@@ -140,47 +158,92 @@ class Checkpoints:
                     f"a file {MARKER} in it"
                 )
             return chosen
-        steps = complete_steps(self.folder)
+        steps = complete_steps(self.folder, roles=roles) or complete_steps(self.folder, warn=False)
         return self.folder / f"global_step_{steps[-1]}" if steps else None
 
-    def save(self, step: int, write: Callable[[Path], None], driver_state: Mapping[str, Any]) -> Path:
-        """Write checkpoint `step` whole, then drop those beyond `keep`.
+    def begin(
+        self,
+        step: int,
+        write: Callable[[Path], None],
+        driver_state: Mapping[str, Any],
+        written: Callable[[bool], bool] = lambda wait: True,
+    ) -> None:
+        """Write checkpoint `step`, all but what puts it in force; one that is still under way is waited for.
 
         Args:
             step: the global step that was just finished.
-            write: writes the workers' part into the folder that it is given.
+            write: writes the workers' part into the folder that it is given, or begins to.
             driver_state: what the loop itself needs to continue (`torch.save`d).
+            written: whether the workers' part is whole; with True it waits until it is.
+        """
+        self.settle(wait=True)
+        partial = self.folder / f"global_step_{step}.partial"
+        self._pending = _Pending(step, partial, written)
+        with self._surviving(self._pending):
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+            write(partial)
+            _save_driver_state(driver_state, partial / DRIVER_STATE)
 
-        Returns:
-            The finished folder.
+    def settle(self, *, wait: bool = False) -> None:
+        """Put the checkpoint that was begun in force once all of it is written, and drop those beyond `keep`.
+
+        Args:
+            wait: wait until it is written; else nothing happens where it is not.
+        """
+        pending = self._pending
+        if pending is None:
+            return
+        with self._surviving(pending):
+            if not pending.written(wait):
+                return
+            self._put_in_force(pending)
+            self._pending, self.failure = None, None
+
+    def finish(self) -> None:
+        """Settle what is under way, at the run's end.
 
         Raises:
-            CheckpointError: it could not be written; the older ones stay in force.
+            CheckpointError: the last checkpoint could not be written.
         """
-        final = self.folder / f"global_step_{step}"
-        try:
-            self._write(final, step, write, driver_state)
-            _write_atomically(self.folder / LATEST, str(step))
-            self._drop_old(step)
-        except OSError as error:
-            raise CheckpointError(
-                f"checkpoint {final} could not be written; the older ones stay in force: {error}"
-            ) from error
-        return final
+        self.settle(wait=True)
+        if self.failure is not None:
+            raise self.failure
 
-    def _write(self, final: Path, step: int, write: Callable[[Path], None], driver_state: Mapping[str, Any]) -> None:
-        partial = final.with_name(final.name + ".partial")
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        write(partial)
-        torch.save(dict(driver_state), partial / "driver.pt")
-        _write_atomically(partial / MARKER, f"{step}\n")
+    def _put_in_force(self, pending: _Pending) -> None:
+        partial, final = pending.partial, pending.partial.with_suffix("")
+        _write_atomically(partial / MARKER, f"{pending.step}\n")
         replaced = final.with_name(final.name + ".replaced")
         if final.exists():  # a run resumed from an older checkpoint comes past this step again
             final.rename(replaced)
         partial.rename(final)
         shutil.rmtree(replaced, ignore_errors=True)
         _sync_folder(self.folder)
+        _write_atomically(self.folder / LATEST, str(pending.step))
+        self._drop_old(pending.step)
+
+    @contextmanager
+    def _surviving(self, pending: _Pending) -> Iterator[None]:
+        """Give a checkpoint up where its disk fails: a warning, a count, and the space is free again."""
+        try:
+            yield
+        except (OSError, WorkerFailed) as error:
+            if not _of_the_disk(error):
+                raise
+            self._pending = None
+            self.num_failed += 1
+            final = pending.partial.with_suffix("")
+            reason = error.reason if isinstance(error, WorkerFailed) else error
+            self.failure = CheckpointError(f"checkpoint {final} could not be written; {self._in_force()}: {reason}")
+            self.failure.__cause__ = error
+            logger.warning("%s. The run goes on; the next checkpoint tries anew", self.failure)
+            with suppress(OSError, WorkerFailed):  # those that still write must not find their folder gone
+                pending.written(True)
+            shutil.rmtree(pending.partial, ignore_errors=True)
+
+    def _in_force(self) -> str:
+        steps = complete_steps(self.folder, warn=False)
+        return f"global_step_{steps[-1]} stays in force" if steps else "there is none yet"
 
     def _tidy(self) -> None:
         """Finish or remove what a run left behind that died while it wrote a checkpoint, or replaced one by another."""
@@ -197,7 +260,7 @@ class Checkpoints:
 
     @staticmethod
     def driver_state(checkpoint: Path, roles: Sequence[str] = ()) -> dict[str, Any]:
-        """What `save` was given as `driver_state`.
+        """What `begin` was given as `driver_state`.
 
         Args:
             checkpoint: a whole checkpoint.
@@ -213,22 +276,58 @@ class Checkpoints:
                 "needs it (algorithm.adv_estimator). Go on as that run did, or start anew: trainer.resume_mode=disable"
             )
         try:
-            return torch.load(checkpoint / "driver.pt", weights_only=True)
+            return torch.load(checkpoint / DRIVER_STATE, weights_only=True)
         except (OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
-            raise CheckpointError(f"{checkpoint / 'driver.pt'} cannot be read: {error}") from error
+            raise CheckpointError(f"{checkpoint / DRIVER_STATE} cannot be read: {error}") from error
 
     def close(self) -> None:
         """Let go of the folder, so that another run may take it."""
         self._lock.close()
 
     def _drop_old(self, newest: int) -> None:
-        if not self.keep:
-            return
-        older = [step for step in complete_steps(self.folder) if step <= newest]
-        for step in older[: -self.keep]:
+        """Remove what is beyond `keep`: a role's part, or the whole checkpoint where no role's part is kept."""
+        older = [step for step in complete_steps(self.folder, warn=False) if step <= newest]
+        dropped = {role: older[:-keep] for role, keep in self.keep.items() if keep}
+        for step in older:
             folder = self.folder / f"global_step_{step}"
-            (folder / MARKER).unlink()  # first, or a run that dies now leaves half a checkpoint that says it is whole
-            shutil.rmtree(folder)
+            present = [role for role in self.keep if (folder / role).exists()] or list(self.keep)
+            if all(step in dropped.get(role, ()) for role in present):
+                (
+                    folder / MARKER
+                ).unlink()  # first: a run that dies now must not leave half of one that says it is whole
+                shutil.rmtree(folder)
+                continue
+            for role in dropped:
+                if step in dropped[role] and (folder / role).exists():
+                    (folder / role).rename(folder / f"{role}.dropped")
+                    shutil.rmtree(folder / f"{role}.dropped")
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """A checkpoint that is not in force yet."""
+
+    step: int
+    partial: Path
+    written: Callable[[bool], bool]
+
+
+def _of_the_disk(error: BaseException) -> bool:
+    """Whether writing failed, here or in a worker that lives on; not a worker that died or hung."""
+    if isinstance(error, WorkerFailed):
+        cause = error.__cause__
+        return not isinstance(error, WorkerDied) and isinstance(cause, OSError) and _of_the_disk(cause)
+    return isinstance(error, OSError) and not isinstance(error, ControllerError)
+
+
+def _save_driver_state(state: Mapping[str, Any], path: Path) -> None:
+    try:
+        with path.open("wb") as handle:
+            torch.save(dict(state), handle)
+            handle.flush()
+            os.fsync(handle.fileno())
+    except RuntimeError as error:  # torch's own text for a full disk
+        raise OSError(f"{path}: {error}") from error
 
 
 def _hold(path: Path) -> IO[str]:

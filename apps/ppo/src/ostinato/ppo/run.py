@@ -81,7 +81,7 @@ def train(config: PpoConfig, *, emit: Callable[[Event], None]) -> None:
         if role.model.external_lib:  # may register estimators and reward scorers, which run here
             import_module(role.model.external_lib)
     with ExitStack() as stack:
-        checkpoints = Checkpoints(trainer.default_local_dir, trainer.max_actor_ckpt_to_keep)
+        checkpoints = Checkpoints(trainer.default_local_dir, trainer.checkpoints_to_keep)
         stack.callback(checkpoints.close)
         checkpoints.claim(model_fingerprint(config.actor_rollout_ref.model.path))
         tokenizer = load_tokenizer(config.actor_rollout_ref.model)

@@ -127,7 +127,6 @@ RENAMED = {
     "update_weights_bucket_bytes": "update_weights_bucket_megabytes",
     "grad_offload": "param_offload",
     "total_steps": "total_training_steps",
-    "max_critic_ckpt_to_keep": "max_actor_ckpt_to_keep",
     "learning_rate": "lr",
     "kl_coeff": "kl_loss_coef",
     "kl_loss_coeff": "kl_loss_coef",

@@ -157,8 +157,10 @@ class TrainerConfig:
         val_before_train: validate before the first step.
         resume_mode: `auto` (the newest whole checkpoint of `default_local_dir`, if any), `disable`, `resume_path`.
         resume_from_path: the checkpoint folder (`…/global_step_N`) for `resume_path`.
-        save_hf_model: put a Hugging Face folder of the policy into every checkpoint as well.
-        max_actor_ckpt_to_keep: whole checkpoints to keep; null keeps all.
+        save_hf_model: put a Hugging Face folder of the policy into every checkpoint as well; the same as `hf_model` in
+            `actor_rollout_ref.actor.checkpoint.save_contents`.
+        max_actor_ckpt_to_keep: checkpoints to keep; null keeps all.
+        max_critic_ckpt_to_keep: the same for the critic's part of them; null: as long as the actor's.
         critic_warmup: steps in which only the critic learns.
         balance_batch: deal rows over ranks by length; false leaves them in order.
         log_val_generations: so many validation samples are logged as text.
@@ -184,6 +186,7 @@ class TrainerConfig:
     resume_from_path: str | None = None
     save_hf_model: bool = False
     max_actor_ckpt_to_keep: int | None = None
+    max_critic_ckpt_to_keep: int | None = None
     critic_warmup: int = 0
     balance_batch: bool = True
     log_val_generations: int = 0
@@ -198,7 +201,13 @@ class TrainerConfig:
             object.__setattr__(self, "logger", [self.logger])
         _at_least(self, 1, "total_epochs", "total_training_steps", "n_gpus_per_node", "nnodes")
         _at_least(self, 0, "critic_warmup", "log_val_generations")
-        _at_least(self, 1, "max_actor_ckpt_to_keep")
+        _at_least(self, 1, "max_actor_ckpt_to_keep", "max_critic_ckpt_to_keep")
+
+    @property
+    def checkpoints_to_keep(self) -> dict[str, int | None]:
+        """How many checkpoints hold each role's part; None: all."""
+        actor, critic = self.max_actor_ckpt_to_keep, self.max_critic_ckpt_to_keep
+        return {"actor": actor, "critic": actor if critic is None else critic}
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,9 @@ from ostinato.protocol import DataProto, Metric, columns
 
 logger = logging.getLogger(__name__)
 
+EXPORTS = {"actor": "huggingface", "critic": "huggingface_critic"}
+"""Folders of a checkpoint that hold an exported role."""
+
 
 @dataclass
 class Trainer:
@@ -106,7 +109,9 @@ class Trainer:
                         log.add(self.validate())
                 if self.due(trainer.save_freq):
                     with log.time("save_checkpoint"):
-                        self.save()
+                        log.add(self.save())
+            self.checkpoints.settle()  # after the step's metrics: a run that dies in between trains the step anew
+        self.checkpoints.finish()
 
     def validate(self) -> dict[str, Metric]:
         """Generate for every validation prompt and score the answers; returns `val-core/*` and `val-aux/*`."""
@@ -116,21 +121,26 @@ class Trainer:
         """Whether something with this frequency (steps; below 1: never) is to happen now; the last step counts."""
         return frequency > 0 and (self.step % frequency == 0 or self.step == self.schedule.total_steps)
 
-    def save(self) -> Path:
-        """Write a whole checkpoint of this step."""
+    def save(self) -> dict[str, Metric]:
+        """Write a checkpoint of this step, or begin to; it is in force once `checkpoints.settle` has found it whole."""
 
         def write(folder: Path) -> None:
             for role in self.trained:
                 self.groups[role].save_checkpoint(str(folder / role), self.step)
-            if self.config.trainer.save_hf_model:
-                self.actor.export_hf(str(folder / "huggingface"))
+            for role in self.exported:
+                self.groups[role].export_hf(str(folder / EXPORTS[role]))
 
-        return self.checkpoints.save(self.step, write, self.state_dict())
+        def written(wait: bool) -> bool:
+            states = [self.groups[role].checkpoint_saved(wait) for role in self.trained]  # every role is asked
+            return all(done for ranks in states for done in ranks)
+
+        self.checkpoints.begin(self.step, write, self.state_dict(), written)
+        return {"training/failed_checkpoints": Metric.max(float(self.checkpoints.num_failed))}
 
     def resume(self) -> None:
         """Continue from the checkpoint that `trainer.resume_mode` chooses, if there is one."""
         trainer = self.config.trainer
-        found = self.checkpoints.to_resume(trainer.resume_mode, trainer.resume_from_path)
+        found = self.checkpoints.to_resume(trainer.resume_mode, trainer.resume_from_path, self.trained)
         if found is None:
             return
         self.load_state_dict(self.checkpoints.driver_state(found, self.trained))
@@ -142,6 +152,13 @@ class Trainer:
     def trained(self) -> list[str]:
         """Roles with weights that change."""
         return [role for role in ("actor", "critic") if role in self.groups]
+
+    @property
+    def exported(self) -> list[str]:
+        """Roles whose weights go into each checkpoint as a Hugging Face folder too."""
+        roles = {"actor": self.config.actor_rollout_ref.actor, "critic": self.config.critic}
+        also = ["actor"] if self.config.trainer.save_hf_model else []
+        return [role for role in self.trained if role in also or roles[role].checkpoint.exports]
 
     @property
     def dp_size(self) -> int:

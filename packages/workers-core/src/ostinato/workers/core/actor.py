@@ -13,6 +13,7 @@ from ostinato.controller import Coordinates, Dispatch, Worker, register
 from ostinato.protocol import DataProto, Metric, columns
 from ostinato.rollout import Rollout, build_rollout
 from ostinato.rollout.reshard import reshard
+from ostinato.workers.core.checkpoint import RoleCheckpoint
 from ostinato.workers.core.config import ActorRolloutRefConfig, rollout_log_prob_limit
 from ostinato.workers.core.errors import ConfigError, RoleError
 from ostinato.workers.core.export import export_hf
@@ -56,6 +57,7 @@ class ActorRolloutRefWorker(Worker):
         self.policy_role = role
         self.engine_path = engine
         self._actor: Residency | None = None
+        self._checkpoint: RoleCheckpoint | None = None
         self._ref: Residency | None = None
         self._rollout: Rollout | None = None
         self._objective: ActorObjective | None = None
@@ -72,6 +74,7 @@ class ActorRolloutRefWorker(Worker):
             self._objective = ActorObjective(config.actor)
             optim = config.actor.engine_optim
             self._actor = build_engine(self.engine_path, config.actor, config.model, head="lm", optim=optim)
+            self._checkpoint = RoleCheckpoint(self._actor, config.model, "lm", config.actor.checkpoint)
         built = self._actor or self._ref
         if built is not None:
             self.register_mesh("train", built.engine.coordinates)
@@ -178,18 +181,27 @@ class ActorRolloutRefWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, path: str, step: int | None = None) -> None:
-        """Write model, optimizer, schedule and random state under `path`; collective."""
-        actor = self._need(self._actor, "save_checkpoint", "actor")
-        with actor.training():
-            actor.engine.save(Path(path))
+        """Write model, optimizer, schedule and random state under `path`, or begin to; collective."""
+        saved = self._need(self._checkpoint, "save_checkpoint", "actor")
+        saved.save(Path(path), writes=self.rank == 0)
         logger.info("rank %d: actor of step %s saved under %s", self.rank, step, path)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def checkpoint_saved(self, wait: bool = False) -> bool:
+        """Whether the last `save_checkpoint` is whole; with `actor.checkpoint.async_save` it is so some time later.
+
+        Args:
+            wait: wait until it is.
+
+        Raises:
+            OSError: it could not be written.
+        """
+        return self._need(self._checkpoint, "checkpoint_saved", "actor").saved(wait)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, path: str) -> None:
         """Read what `save_checkpoint` wrote, at any number of ranks; collective. The reference stays as it is."""
-        actor = self._need(self._actor, "load_checkpoint", "actor")
-        with actor.training():
-            actor.engine.load(Path(path))
+        self._need(self._checkpoint, "load_checkpoint", "actor").load(Path(path))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def export_hf(self, path: str) -> None:

@@ -11,12 +11,14 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from ostinato.rollout.config import RolloutConfig
+from ostinato.workers.core.checkpoint import CheckpointConfig
 from ostinato.workers.core.limits import BatchLimit, batch_limit, require, require_choice
 from ostinato.workers.core.optim import OptimConfig
 
 __all__ = [
     "ActorConfig",
     "ActorRolloutRefConfig",
+    "CheckpointConfig",
     "CriticConfig",
     "EngineChoice",
     "ModelConfig",
@@ -170,6 +172,7 @@ class ActorConfig(EngineChoice):
         kl_loss_type: its estimator; a suffix `+` keeps the value and takes the gradient of `k2`.
         policy_loss: which policy loss.
         optim: optimizer and schedule.
+        checkpoint: what a checkpoint holds, and whether training waits for it.
         num_mini_batches: optimizer steps of one pass; filled in by the trainer.
         sum_pi_squared: `compute_log_prob` gives Σπ² as well; filled in by the trainer where the estimator names it.
     """
@@ -192,6 +195,7 @@ class ActorConfig(EngineChoice):
     kl_loss_type: str = "low_var_kl"
     policy_loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     num_mini_batches: int = field(default=1, metadata={"derived": True})
     sum_pi_squared: bool = field(default=False, metadata={"derived": True})
 
@@ -311,6 +315,7 @@ class CriticConfig(EngineChoice):
         loss_agg_mode: how per-token losses become one number.
         loss_scale_factor: divisor of `seq-mean-token-sum-norm`; None: the response width.
         optim: optimizer and schedule.
+        checkpoint: what a checkpoint holds, and whether training waits for it.
         num_mini_batches: optimizer steps of one pass; filled in by the trainer.
     """
 
@@ -327,6 +332,7 @@ class CriticConfig(EngineChoice):
     loss_agg_mode: str = "token-mean"
     loss_scale_factor: float | None = None
     optim: OptimConfig = field(default_factory=_critic_optim)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     num_mini_batches: int = field(default=1, metadata={"derived": True})
 
     def __post_init__(self) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from ostinato.controller import Dispatch, Worker, register
 from ostinato.protocol import DataProto
+from ostinato.workers.core.checkpoint import RoleCheckpoint
 from ostinato.workers.core.config import CriticConfig
 from ostinato.workers.core.errors import RoleError
 from ostinato.workers.core.export import export_hf
@@ -37,6 +38,7 @@ class CriticWorker(Worker):
         self.config = config
         self.engine_path = engine
         self._residency: Residency | None = None
+        self._checkpoint: RoleCheckpoint | None = None
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
@@ -45,6 +47,7 @@ class CriticWorker(Worker):
         self.init_process_group()
         config = self.config
         self._residency = build_engine(self.engine_path, config, config.model, head="value", optim=config.engine_optim)
+        self._checkpoint = RoleCheckpoint(self._residency, config.model, "value", config.checkpoint)
         self.register_mesh("train", self._residency.engine.coordinates)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, reads=SCORING, writes=("values",), keeps_rows=True)
@@ -85,18 +88,26 @@ class CriticWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, path: str, step: int | None = None) -> None:
-        """Write model, optimizer, schedule and random state under `path`; collective."""
-        critic = self._built("save_checkpoint")
-        with critic.training():
-            critic.engine.save(Path(path))
+        """Write model, optimizer, schedule and random state under `path`, or begin to; collective."""
+        self._saved("save_checkpoint").save(Path(path), writes=self.rank == 0)
         logger.info("rank %d: critic of step %s saved under %s", self.rank, step, path)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def checkpoint_saved(self, wait: bool = False) -> bool:
+        """Whether the last `save_checkpoint` is whole; with `critic.checkpoint.async_save` it is so some time later.
+
+        Args:
+            wait: wait until it is.
+
+        Raises:
+            OSError: it could not be written.
+        """
+        return self._saved("checkpoint_saved").saved(wait)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, path: str) -> None:
         """Read what `save_checkpoint` wrote, at any number of ranks; collective."""
-        critic = self._built("load_checkpoint")
-        with critic.training():
-            critic.engine.load(Path(path))
+        self._saved("load_checkpoint").load(Path(path))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def export_hf(self, path: str) -> None:
@@ -108,3 +119,8 @@ class CriticWorker(Worker):
         if self._residency is None:
             raise RoleError(f"{method}: the critic is not built; call init_model first")
         return self._residency
+
+    def _saved(self, method: str) -> RoleCheckpoint:
+        self._built(method)
+        assert self._checkpoint is not None, "made together with the engine"
+        return self._checkpoint

@@ -67,6 +67,22 @@ LossFn = Callable[[TokenOutputs, PackedRows], tuple[torch.Tensor, T]]
 the global count) and anything to collect. For a micro-batch without a token the share is 0 and may carry no graph."""
 
 
+class PendingSave(Protocol):
+    """A checkpoint that is being written while training goes on."""
+
+    def done(self) -> bool:
+        """Whether this rank has nothing more to write, be it that it has failed."""
+        ...
+
+    def wait(self) -> None:
+        """Return once the checkpoint is whole.
+
+        Raises:
+            OSError: it could not be written, on whichever rank; the same on all of them.
+        """
+        ...
+
+
 @runtime_checkable
 class TrainEngine(Protocol):
     """A model, its optimizer and their layout over the ranks. At most twelve members."""
@@ -139,8 +155,20 @@ class TrainEngine(Protocol):
         """
         ...
 
-    def save(self, path: Path) -> None:
-        """Write model, optimizer, schedule and random state under `path`; collective over all ranks."""
+    def save(self, path: Path, *, background: bool = False) -> PendingSave | None:
+        """Write model, optimizer, schedule and random state under `path`; collective over all ranks.
+
+        Args:
+            path: the folder.
+            background: return once everything is copied to host memory, and write from there while training goes on. A
+                save that follows waits for one under way. An engine that cannot do so writes at once.
+
+        Returns:
+            What is still being written; None: the checkpoint is whole.
+
+        Raises:
+            OSError: it cannot be written, on whichever rank; raised on all of them.
+        """
         ...
 
     def load(self, path: Path) -> None:

@@ -19,6 +19,10 @@ class EngineImportError(WorkersError, ImportError):
     """The engine's import path does not lead to a factory."""
 
 
+class CheckpointError(WorkersError, OSError):
+    """A folder is not what a role worker saved."""
+
+
 class RoleError(WorkersError, RuntimeError):
     """A method was called on a worker whose role does not have it, or before `init_model`."""
 

@@ -2,22 +2,40 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import shutil
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ostinato.rollout.base import WeightSource
+from ostinato.rollout.base import TensorSpec, WeightSource
 from ostinato.rollout.model_config import read_model_config
 from ostinato.workers.core.config import ModelConfig
 
 logger = logging.getLogger(__name__)
 
+SHARD_BYTES = 5 * 10**9
+"""Largest size of one weight file, unless a single weight is larger."""
 
-def export_hf(source: WeightSource, model: ModelConfig, path: Path, *, head: str, writes: bool) -> None:
+Progress = Callable[[int, int], None]
+"""Called with bytes written and bytes in all."""
+
+
+def export_hf(
+    source: WeightSource,
+    model: ModelConfig,
+    path: Path,
+    *,
+    head: str,
+    writes: bool,
+    dtype: torch.dtype | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    progress: Progress | None = None,
+) -> None:
     """Write weights, config, tokenizer and generation config as a Hugging Face folder.
 
     The folder appears whole or not at all: it is written beside its place and renamed. An older folder of that name is
@@ -28,29 +46,72 @@ def export_hf(source: WeightSource, model: ModelConfig, path: Path, *, head: str
         model: gives config, tokenizer and generation config.
         path: the folder to make.
         head: `lm` (causal language model) or `value` (sequence classification with one output).
-        writes: whether this rank keeps the weights and writes; exactly one does, and needs host memory for all of them.
+        writes: whether this rank writes; exactly one does, and holds one weight file at a time in host memory.
+        dtype: type of the weights; None: that of the model's folder.
+        shard_bytes: largest size of one weight file.
+        progress: told after each file.
 
     Raises:
         ValueError: the source lacks weights that the model has, or has others.
+        OSError: the folder cannot be written.
     """
-    kept: dict[str, torch.Tensor] = {}
-    for name, weight in source.weights():
-        if writes:
-            kept[name] = weight.detach().to("cpu", copy=True)
     if not writes:
+        for _ in source.weights():
+            pass
         return
     partial = path.with_name(f".{path.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    _write(kept, model, partial, head)
-    share(partial)
-    replaced = path.with_name(f".{path.name}.replaced")
-    shutil.rmtree(replaced, ignore_errors=True)  # a run that died right here left it behind
-    if path.exists():
-        os.replace(path, replaced)
-    os.replace(partial, path)
+    try:
+        partial.mkdir(parents=True)
+        write_model_files(model, partial, head)
+        _write(source, model, partial, head, dtype, shard_bytes, progress)
+        share(partial)
+        replaced = path.with_name(f".{path.name}.replaced")
+        shutil.rmtree(replaced, ignore_errors=True)  # a run that died right here left it behind
+        if path.exists():
+            os.replace(path, replaced)
+        os.replace(partial, path)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
     shutil.rmtree(replaced, ignore_errors=True)
-    logger.info("%d weights exported to %s", len(kept), path)
+    logger.info("weights exported to %s", path)
+
+
+def write_model_files(model: ModelConfig, folder: Path, head: str) -> None:
+    """Write what a model's folder holds beside its weights: config, tokenizer, generation config, code of its own.
+
+    Args:
+        model: whose files; `override_config` is applied.
+        folder: made where it is absent.
+        head: `value` leaves the generation config out.
+    """
+    from transformers import AutoTokenizer
+    from transformers.utils.hub import cached_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    options: dict[str, Any] = {"trust_remote_code": model.trust_remote_code}
+    config: Any = read_model_config(model.path, model.override_config, **options)
+    config.save_pretrained(folder)
+    if head == "lm":
+        generation = cached_file(
+            model.path,
+            "generation_config.json",
+            _raise_exceptions_for_gated_repo=False,
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=False,
+        )
+        if generation is not None:
+            shutil.copyfile(generation, folder / "generation_config.json")
+    if model.trust_remote_code and Path(model.path).is_dir():
+        for code in Path(model.path).glob("*.py"):
+            shutil.copyfile(code, folder / code.name)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model.resolved_tokenizer_path, **options)
+    except (OSError, ValueError) as error:
+        logger.warning("%s holds no tokenizer (%s); the export has none either", model.resolved_tokenizer_path, error)
+    else:
+        tokenizer.save_pretrained(folder)
 
 
 def share(folder: Path) -> None:
@@ -61,13 +122,60 @@ def share(folder: Path) -> None:
         file.chmod(0o666 & ~umask)
 
 
-def _write(weights: dict[str, torch.Tensor], model: ModelConfig, folder: Path, head: str) -> None:
+def _write(
+    source: WeightSource,
+    model: ModelConfig,
+    folder: Path,
+    head: str,
+    dtype: torch.dtype | None,
+    shard_bytes: int,
+    progress: Progress | None,
+) -> None:
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    specs = source.specs()
+    config, shell = _shell(model, head, "score.bias" in specs)
+    dtype = dtype or config.dtype or next(iter(specs.values())).dtype
+    assert dtype is not None, "an empty source"
+    names = _checked_names(specs, shell)
+    config.dtype, config.architectures = dtype, [type(shell).__name__]
+    config.save_pretrained(folder)
+    shards = _shards({name: specs[name] for name in names}, dtype, shard_bytes)
+    total = sum(_num_bytes(specs[name], dtype) for name in names)
+    file_of = {name: number for number, shard in enumerate(shards) for name in shard}
+    held: list[dict[str, torch.Tensor]] = [{} for _ in shards]
+    written = 0
+    for name, weight in source.weights():
+        if name not in file_of:
+            continue
+        number = file_of[name]
+        held[number][name] = weight.detach().to("cpu", dtype, copy=True).contiguous()
+        if len(held[number]) < len(shards[number]):
+            continue
+        file = folder / _file_name(number, len(shards))
+        try:
+            save_file(held[number], file, metadata={"format": "pt"})
+        except SafetensorError as error:  # its text for a full disk, which is no OSError
+            raise OSError(f"{file} cannot be written: {error}") from error
+        written += sum(tensor.nbytes for tensor in held[number].values())
+        held[number] = {}
+        if progress is not None:
+            progress(written, total)
+    if len(shards) > 1:
+        index = {
+            "metadata": {"total_size": total},
+            "weight_map": {name: _file_name(number, len(shards)) for name, number in file_of.items()},
+        }
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+
+
+def _shell(model: ModelConfig, head: str, has_bias: bool) -> tuple[Any, Any]:
+    """The exported model's config, and the model without storage."""
     from transformers import (
         AutoModelForCausalLM,
         AutoModelForSequenceClassification,
         AutoModelForTokenClassification,
-        AutoTokenizer,
-        GenerationConfig,
     )
 
     options: dict[str, Any] = {"trust_remote_code": model.trust_remote_code}
@@ -76,28 +184,48 @@ def _write(weights: dict[str, torch.Tensor], model: ModelConfig, folder: Path, h
     if head == "value":
         config.num_labels = 1
         # Only a token classifier's score has a bias.
-        factory = AutoModelForTokenClassification if "score.bias" in weights else AutoModelForSequenceClassification
-    dtype = config.dtype or next(iter(weights.values())).dtype
+        factory = AutoModelForTokenClassification if has_bias else AutoModelForSequenceClassification
     with torch.device("meta"):
-        shell = factory.from_config(config, dtype=dtype, **options)
-    _check_names(weights, shell)
-    shell.save_pretrained(folder, state_dict={name: weight.to(dtype) for name, weight in weights.items()})
-    if head == "lm" and (Path(model.path) / "generation_config.json").exists():
-        GenerationConfig.from_pretrained(model.path).save_pretrained(folder)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(model.resolved_tokenizer_path, **options)
-    except (OSError, ValueError) as error:
-        logger.warning("%s holds no tokenizer (%s); the export has none either", model.resolved_tokenizer_path, error)
-    else:
-        tokenizer.save_pretrained(folder)
+        shell = factory.from_config(config, **options)
+    return config, shell
 
 
-def _check_names(weights: dict[str, torch.Tensor], shell: Any) -> None:
-    """Compare with the model's own names; a tied weight may be there once or twice."""
-    names = {name for name, _ in shell.named_parameters()}
-    missing = sorted(names - weights.keys())
-    foreign = sorted(weights.keys() - shell.state_dict().keys())
+def _checked_names(specs: Mapping[str, TensorSpec], shell: Any) -> list[str]:
+    """The names to write; a tied weight may be there once or twice and is written once.
+
+    Raises:
+        ValueError: the weights are not those of the model.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    own = revert_weight_conversion(shell, dict(shell.named_parameters()))
+    every = revert_weight_conversion(shell, shell.state_dict())
+    missing = sorted(own.keys() - specs.keys())
+    foreign = sorted(specs.keys() - own.keys() - every.keys())
     if missing or foreign:
         raise ValueError(
             f"export: the weights do not fit {type(shell).__name__}: missing {missing[:5]}, unknown {foreign[:5]}"
         )
+    return [name for name in specs if name in own]
+
+
+def _shards(specs: Mapping[str, TensorSpec], dtype: torch.dtype, limit: int) -> list[list[str]]:
+    """Names of each weight file, in order."""
+    shards: list[list[str]] = []
+    room = 0
+    for name, spec in specs.items():
+        size = _num_bytes(spec, dtype)
+        if not shards or size > room:
+            shards.append([])
+            room = limit
+        shards[-1].append(name)
+        room -= size
+    return shards
+
+
+def _num_bytes(spec: TensorSpec, dtype: torch.dtype) -> int:
+    return torch.Size(spec.shape).numel() * dtype.itemsize
+
+
+def _file_name(number: int, count: int) -> str:
+    return "model.safetensors" if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"

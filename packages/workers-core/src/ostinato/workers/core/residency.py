@@ -18,12 +18,14 @@ class Residency:
 
     Attributes:
         engine: the engine whose state is moved.
+        choice: the role's section; names the engine and holds the flags.
         param_offload: parameters lie on the host between phases.
         optimizer_offload: optimizer state lies on the host between phases.
     """
 
     def __init__(self, engine: TrainEngine, choice: EngineChoice) -> None:
         self.engine = engine
+        self.choice = choice
         self.param_offload = choice.param_offload
         self.optimizer_offload = choice.optimizer_offload
 

@@ -1,11 +1,13 @@
-"""Sharded checkpoints: written by every rank, read at any world size."""
+"""Sharded checkpoints: written by every rank, at once or in the background, read at any world size."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -17,6 +19,10 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_state_di
 from torch.distributed.checkpoint.state_dict_saver import save as save_state_dict
 
 from ostinato.workers.fsdp.errors import CheckpointError
+from ostinato.workers.fsdp.offload import HostCopies
+
+WRITE_TIMEOUT = timedelta(hours=3)
+"""How long the fastest rank waits for the slowest one's disk."""
 
 
 def _model_state(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -39,24 +45,19 @@ def _random_state(device: torch.device) -> dict[str, torch.Tensor]:
     return state
 
 
-def save(
-    path: Path,
+def state_to_save(
     module: nn.Module,
     optimizer: torch.optim.Optimizer | None,
     counters: dict[str, int],
     device: torch.device,
-) -> None:
-    """Write model, optimizer, counters and each rank's random state; collective.
+) -> dict[str, Any]:
+    """Model, optimizer, counters and this rank's random state, nested by name; tensors are not copied.
 
     Args:
-        path: A folder, made where it is absent. Its `.metadata` is written last, by rename.
         module: The sharded model, resharded.
         optimizer: None for a frozen model.
         counters: Small whole numbers that all ranks agree on.
         device: Where the model trains.
-
-    Raises:
-        CheckpointError: It cannot be written, on whichever rank.
     """
     state: dict[str, Any] = {
         "model": _model_state(module),
@@ -65,8 +66,101 @@ def save(
     }
     if optimizer is not None:
         state["optimizer"] = _optimizer_state(module, optimizer)
-    with _named(f"checkpoint {path} cannot be written"):
-        save_state_dict(state, storage_writer=FileSystemWriter(path))
+    return state
+
+
+def save(path: Path, state: dict[str, Any], group: dist.ProcessGroup | None = None) -> None:
+    """Write what `state_to_save` gave; collective.
+
+    Args:
+        path: A folder, made where it is absent. Its `.metadata` is written last, by rename.
+        state: Tensors by name, nested.
+        group: The ranks; None: all of them.
+
+    Raises:
+        CheckpointError: It cannot be written, on whichever rank.
+    """
+    with named_failure(f"checkpoint {path} cannot be written"):
+        save_state_dict(state, storage_writer=FileSystemWriter(path), process_group=group)
+
+
+class BackgroundWriter:
+    """Writes checkpoints from host memory while training goes on, one at a time; made on every rank.
+
+    Its ranks talk in a group of their own: their messages must not mix with those of the training.
+
+    Args:
+        device: Where the model trains.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._group = dist.new_group(backend="gloo", timeout=WRITE_TIMEOUT)
+        self._on_gpu = device.type == "cuda"
+        self._copies = HostCopies(pinned=self._on_gpu)
+        self._last: WriteUnderWay | None = None
+
+    def start(self, path: Path, state: dict[str, Any]) -> WriteUnderWay:
+        """Copy the state to host memory and begin to write it; collective. Waits for an earlier write to end.
+
+        Args:
+            path: As for `save`.
+            state: As for `save`; may change as soon as this returns.
+        """
+        if self._last is not None:
+            self._last.end()
+        copied = self._copied(state)
+        if self._on_gpu:
+            torch.cuda.current_stream().synchronize()
+        group = cast(dist.ProcessGroup, self._group)
+        self._last = WriteUnderWay(lambda: save(path, copied, group))
+        return self._last
+
+    def _copied(self, state: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+        return {
+            name: self._copied(value, f"{prefix}{name}.")
+            if isinstance(value, dict)
+            else self._copies.take(f"{prefix}{name}", value)
+            for name, value in state.items()
+        }
+
+
+class WriteUnderWay:
+    """A checkpoint that a thread writes; the `PendingSave` of this engine.
+
+    Args:
+        write: Writes it.
+    """
+
+    def __init__(self, write: Callable[[], None]) -> None:
+        self._write = write
+        self._error: BaseException | None = None
+        # A daemon: a process that ends does not wait for a checkpoint that nobody will declare whole.
+        self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def done(self) -> bool:
+        """Whether this rank has nothing more to write, be it that it has failed."""
+        return not self._thread.is_alive()
+
+    def end(self) -> None:
+        """Return once this rank has nothing more to write."""
+        self._thread.join()
+
+    def wait(self) -> None:
+        """Return once the checkpoint is whole.
+
+        Raises:
+            CheckpointError: It could not be written, on whichever rank.
+        """
+        self.end()
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        try:
+            self._write()
+        except BaseException as error:  # it is raised where the checkpoint is waited for
+            self._error = error
 
 
 def load(
@@ -93,9 +187,9 @@ def load(
     Raises:
         CheckpointError: The folder holds no whole checkpoint, or one of another model, or cannot be read.
     """
-    metadata = _read_metadata(path)
+    metadata = read_metadata(path)
     saved = set(metadata.state_dict_metadata)
-    _check_model(path, module, metadata)
+    check_model(path, module, metadata)
     state: dict[str, Any] = {
         "model": _model_state(module),
         "counters": {name: torch.tensor(0) for name in counters},
@@ -107,7 +201,7 @@ def load(
     if optimizer is not None:
         _match_optimizer(module, optimizer, saved, device)
         state["optimizer"] = _optimizer_state(module, optimizer)
-    with _named(f"checkpoint {path} cannot be read"):
+    with named_failure(f"checkpoint {path} cannot be read"):
         load_state_dict(state, storage_reader=FileSystemReader(path))
     for kind, value in state["random"][mine].items():
         torch.set_rng_state(value) if kind == "cpu" else torch.cuda.set_rng_state(value, device)
@@ -115,7 +209,7 @@ def load(
 
 
 @contextmanager
-def _named(what: str) -> Iterator[None]:
+def named_failure(what: str) -> Iterator[None]:
     """Give a failure its text. torch's own is no `Exception`: it would pass every handler up to the driver."""
     try:
         yield
@@ -127,7 +221,12 @@ def _named(what: str) -> Iterator[None]:
         raise CheckpointError(f"{what}: {'; '.join(failures)}") from error
 
 
-def _read_metadata(path: Path) -> Metadata:
+def read_metadata(path: Path) -> Metadata:
+    """What a checkpoint holds.
+
+    Raises:
+        CheckpointError: The folder holds no whole checkpoint.
+    """
     if not (path / ".metadata").is_file():
         raise CheckpointError(
             f"checkpoint {path}: expected a folder with a `.metadata` file, which is written last; found none. The "
@@ -136,7 +235,12 @@ def _read_metadata(path: Path) -> Metadata:
     return FileSystemReader(path).read_metadata()
 
 
-def _check_model(path: Path, module: nn.Module, metadata: Metadata) -> None:
+def check_model(path: Path, module: nn.Module, metadata: Metadata) -> None:
+    """Refuse a checkpoint of a model with other weights.
+
+    Raises:
+        CheckpointError: A weight is missing, is not known, or has another shape.
+    """
     saved = {
         name.removeprefix("model."): tuple(entry.size)
         for name, entry in metadata.state_dict_metadata.items()

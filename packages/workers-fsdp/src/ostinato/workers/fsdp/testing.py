@@ -57,6 +57,21 @@ def check_device_memory(make_engine: MakeEngine, workspace: Path) -> None:
     assert_same_weights(moving.state(), plain.state(), rtol=0)
 
 
+def check_background_save(make_engine: MakeEngine, workspace: Path) -> None:
+    """A checkpoint that is written while the ranks train is that of the moment at which it was asked for."""
+    driver, resumed = start(make_engine, workspace / "lm"), start(make_engine, workspace / "lm")
+    driver.train(make_rows(4, seed=80))
+    for attempt in range(2):
+        path = workspace / "checkpoints" / f"background{attempt}"
+        pending = driver.engine.save(path, background=True)
+        expected = [driver.train(make_rows(4, seed=81 + step)) for step in range(3)]
+        assert pending is not None
+        pending.wait()
+        resumed.engine.load(path)
+        got = [resumed.train(make_rows(4, seed=81 + step)) for step in range(3)]
+        assert got == expected, f"expected {expected}, got {got}"
+
+
 def check_half_precision(workspace: Path) -> None:
     """The default number types of a GPU: bf16 products, float32 outputs, both attentions within bf16's rounding."""
     exact = start(fsdp(), workspace / "lm")
@@ -82,12 +97,18 @@ def one_gpu(workspace: Path) -> list[str]:
     """Everything that one GPU is asked to do."""
     passed = conformance.run_checks(fsdp(), workspace)
     check_device_memory(fsdp(), workspace)
+    check_background_save(fsdp(), workspace)
     check_half_precision(workspace)
     return passed
 
 
+def one_rank_saves(workspace: Path) -> None:
+    """What `two_ranks` resumes from."""
+    conformance.save_for_other_world(fsdp(), workspace)
+
+
 def two_ranks(workspace: Path, device_type: str = "cpu") -> list[str]:
-    """Everything that two ranks are asked to do; names of what passed."""
+    """Everything that two ranks are asked to do, a resume of what one rank saved included; names of what passed."""
     check_shard_norms(torch.device(device_type), 2)
     passed = conformance.run_checks(fsdp(), workspace)
     few = (conformance.check_parity, conformance.check_empty_micro_batches, conformance.check_weight_source)
@@ -103,6 +124,8 @@ def two_ranks(workspace: Path, device_type: str = "cpu") -> list[str]:
     check_device_memory(fsdp(), workspace)
     if device_type == "cuda":
         check_half_precision(workspace)
+    check_background_save(fsdp(), workspace)
+    conformance.load_from_other_world(fsdp(fsdp_size=1), workspace)
     conformance.save_for_other_world(fsdp(), workspace)
     return passed
 

@@ -188,8 +188,8 @@ class PlainEngine:
         """The model's own parameters."""
         return PlainWeights(self)
 
-    def save(self, path: Path) -> None:
-        """Write everything into one file; rank 0 writes, the others hold the same."""
+    def save(self, path: Path, *, background: bool = False) -> None:
+        """Write everything into one file, at once; rank 0 writes, the others hold the same."""
         if self.config.rank:
             return
         path.mkdir(parents=True, exist_ok=True)
