@@ -3,7 +3,8 @@
     pip install ostinato-algos matplotlib        # and pyarrow for parquet
     python examples/offline_analysis.py [DUMP.jsonl | DUMP.parquet] [--estimators grpo rloo opo] [--out analysis.png]
 
-Without a dump it makes a small one, `offline_sample.jsonl`, and analyses that. A dump has one row a response:
+Without a dump it makes a small one, `offline_sample.jsonl`, and analyses that. A training run writes one a step with
+`trainer.rollout_data_dir=FOLDER`. A dump has one row a response:
 
     uid              label of the prompt; its responses are a group
     score            what the reward gave
@@ -11,7 +12,8 @@ Without a dump it makes a small one, `offline_sample.jsonl`, and analyses that. 
     old_log_probs    list, log-probability of each token under the policy
 
 and, where estimators want them, `rollout_id`, `values` and `sum_pi_squared` (lists), `reward_baseline` (ReMax),
-`reward_scores` (a mapping, for GDPO); `rollout_log_probs` (a list, the sampler's own) for the gap between both engines.
+`reward_scores` (a mapping, for GDPO; or `--reward-keys acc format` names keys of the rows); `rollout_log_probs` (a
+list, the sampler's own) for the gap between both engines.
 Nothing of the rest of ostinato is needed.
 """
 
@@ -82,8 +84,11 @@ def read_dump(path: Path) -> list[dict[str, Any]]:
             sys.exit(f"{path}: reading parquet needs pyarrow (pip install pyarrow); or give a .jsonl file")
         rows = read_table(path).to_pylist()
     else:
-        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    missing = {"uid", "score", "response_mask", "old_log_probs"} - set(rows[0] if rows else ())
+        with path.open(encoding="utf-8") as lines:
+            rows = [json.loads(line) for line in lines if line.strip()]
+    if not rows:
+        sys.exit(f"{path}: it holds no rows")
+    missing = {"uid", "score", "response_mask", "old_log_probs"} - set(rows[0])
     if missing:
         sys.exit(f"{path}: its rows lack {', '.join(sorted(missing))}")
     return rows
@@ -97,7 +102,7 @@ def padded(lists: list[list[float]]) -> torch.Tensor:
     return out
 
 
-def inputs_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
+def inputs_of(rows: list[dict[str, Any]], reward_keys: list[str]) -> dict[str, Any]:
     """What estimators may name in their signatures, as far as the dump has it."""
     there: dict[str, Any] = {"groups": [row["uid"] for row in rows]}
     if "rollout_id" in rows[0]:
@@ -106,10 +111,11 @@ def inputs_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
     there["log_probs"] = there.pop("old_log_probs")
     if "reward_baseline" in rows[0]:
         there["reward_baselines"] = torch.tensor([row["reward_baseline"] for row in rows], dtype=torch.float64)
-    if "reward_scores" in rows[0]:
+    scores = [{key: row[key] for key in reward_keys} if reward_keys else row.get("reward_scores", {}) for row in rows]
+    if scores[0]:
+        # A call that failed has no such score; it counts as 0, as in training.
         there["reward_scores"] = {
-            key: torch.tensor([row["reward_scores"][key] for row in rows], dtype=torch.float64)
-            for key in rows[0]["reward_scores"]
+            key: torch.tensor([row[key] or 0.0 for row in scores], dtype=torch.float64) for key in scores[0]
         }
     return there
 
@@ -183,6 +189,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("dump", type=Path, nargs="?", help="JSONL or parquet; left out: a made-up sample")
     parser.add_argument("--estimators", nargs="+", choices=adv_estimators(), default=None, metavar="NAME")
+    parser.add_argument("--reward-keys", nargs="+", default=[], metavar="KEY", help="the rewards of gdpo")
     parser.add_argument("--out", type=Path, default=Path("offline_analysis.png"))
     options = parser.parse_args()
     path = options.dump
@@ -193,7 +200,10 @@ def main() -> None:
     rows = read_dump(path)
     mask = padded([row["response_mask"] for row in rows])
     scores = torch.tensor([row["score"] for row in rows], dtype=torch.float64)
-    there = inputs_of(rows)
+    unknown = [key for key in options.reward_keys if any(key not in row for row in rows)]
+    if unknown:
+        sys.exit(f"{path}: its rows lack {', '.join(unknown)}")
+    there = inputs_of(rows, options.reward_keys)
     print(f"{len(rows)} responses to {len(set(there['groups']))} prompts, {int(mask.sum())} policy tokens, ", end="")
     print(f"mean score {float(scores.mean()):.3f}\n")
     names = options.estimators or ["grpo", *(name for name in adv_estimators() if name != "grpo")]

@@ -10,6 +10,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from toy_runs import metrics_of, nested, toy_overrides
+
+from ostinato.ppo import run as run_module
+from ostinato.ppo.config import PpoConfig
+from ostinato.ppo.preflight import check
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
@@ -17,6 +22,10 @@ RUN = """
 import runpy, sys
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+REWARD = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return {"score": sum(map(ord, solution_str)) % 11 / 10, "length": len(solution_str), "pred": solution_str}
 """
 ALONE = """
 ours = {".".join(name.split(".")[:2]) for name in sys.modules if name.startswith("ostinato.")}
@@ -71,6 +80,43 @@ def test_offline_analysis_refuses_rows_without_scores(tmp_path):
     (tmp_path / "dump.jsonl").write_text('{"uid": "a", "response_mask": [1]}\n')
     with pytest.raises(AssertionError, match="its rows lack old_log_probs, score"):
         run(RUN, tmp_path, str(EXAMPLES / "offline_analysis.py"), "dump.jsonl")
+
+
+@pytest.mark.e2e
+def test_offline_analysis_reads_what_a_run_dumps(toy, tmp_path):
+    """Two steps and a validation in this process; the advantages that the script recomputes are those of the run."""
+    (tmp_path / "reward.py").write_text(REWARD)
+    options = {
+        "trainer.backend": "local",
+        "trainer.rollout_data_dir": str(tmp_path / "rollouts"),
+        "trainer.validation_data_dir": str(tmp_path / "validation"),
+        "trainer.test_freq": 2,
+        "custom_reward_function.path": str(tmp_path / "reward.py"),
+        "custom_reward_function.num_processes": 1,
+        "algorithm.adv_estimator": "gae",
+    }
+    checked = check(PpoConfig.from_mapping(nested(toy_overrides(toy, tmp_path / "run", **options))))
+    run_module.train(checked.config, emit=lambda event: None)
+    assert sorted(path.name for path in (tmp_path / "rollouts").iterdir()) == ["1.jsonl", "2.jsonl"]
+    rows = [json.loads(line) for line in (tmp_path / "rollouts" / "2.jsonl").read_text().splitlines()]
+    metrics = metrics_of(tmp_path / "run")[1]
+    assert len(rows) == 32
+    assert {row["step"] for row in rows} == {2}
+    assert sum(row["score"] for row in rows) / 32 == pytest.approx(metrics["critic/score/mean"], abs=1e-5)
+    assert "timing_s/dump_rollout_generations" in metrics
+    validated = [json.loads(line) for line in (tmp_path / "validation" / "2.jsonl").read_text().splitlines()]
+    assert len(validated) == 16
+    assert all({"input", "output", "gts", "score", "length"} <= row.keys() for row in validated)
+
+    script = str(EXAMPLES / "offline_analysis.py")
+    printed = run(RUN + ALONE, tmp_path, script, "rollouts/2.jsonl", "--reward-keys", "score", "length")
+    assert "32 responses to 8 prompts" in printed
+    for name in ("grpo", "gae", "rloo", "gdpo"):
+        assert any(line.startswith(f"{name} ") for line in printed.splitlines())
+    (gae,) = (line.split() for line in printed.splitlines() if line.startswith("gae "))
+    assert float(gae[3]) == pytest.approx(metrics["critic/advantages/min"], abs=2e-4)
+    assert float(gae[4]) == pytest.approx(metrics["critic/advantages/max"], abs=2e-4)
+    assert "training/rollout_probs_diff_mean" in printed
 
 
 @pytest.mark.e2e

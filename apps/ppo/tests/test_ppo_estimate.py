@@ -8,10 +8,11 @@ import torch
 
 from ostinato.algos import adv_estimators, get_adv_estimator, keywords
 from ostinato.ppo.baseline import GreedyBaseline
-from ostinato.ppo.config import AlgorithmConfig, PpoConfig
+from ostinato.ppo.config import AlgorithmConfig, PpoConfig, RolloutCorrectionConfig
 from ostinato.ppo.data import follow, rollouts
 from ostinato.ppo.errors import RewardError
-from ostinato.ppo.estimate import OFFERED, Estimate
+from ostinato.ppo.estimate import OFFERED, Estimate, correct
+from ostinato.ppo.metrics import batch_metrics
 from ostinato.protocol import DataProto, Metric, columns
 
 MASK = torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0], [1, 1, 1, 1], [1, 0, 0, 0]])
@@ -64,6 +65,40 @@ def test_estimate_optimal_token_baseline_reads_the_squared_probabilities():
 def test_config_asks_the_actor_for_squared_probabilities_only_where_they_are_read(name: str):
     config = PpoConfig.from_mapping({"algorithm": {"adv_estimator": name}})
     assert config.actor_rollout_ref.actor.sum_pi_squared == (name == "optimal_token_baseline")
+
+
+@pytest.mark.parametrize("use_kl", [False, True])
+def test_rejection_changes_what_is_trained_on_and_not_how_good_the_answers_were(use_kl: bool):
+    """Row 0 loses its last token, row 1 all of them: both count in critic/score, row 1 in no statistic of training."""
+    gap = torch.tensor([[0.0, 0, 3, 0], [3, 3, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]])
+    attention = torch.cat([torch.ones(4, 1, dtype=torch.int64), MASK], -1)
+    batch = scored(rollout_log_probs=-MASK.float() - gap, attention_mask=attention, ref_log_prob=-MASK.float())
+    rejection = RolloutCorrectionConfig(rollout_rs="token_k1", rollout_rs_threshold="0.5_2.0")
+    algorithm = AlgorithmConfig(
+        adv_estimator="grpo", norm_adv_by_std_in_grpo=False, rollout_correction=rejection, use_kl_in_reward=use_kl
+    )
+    corrected = correct(batch, rejection)
+    assert corrected.batch["response_mask"].sum(-1).tolist() == [2, 0, 4, 1]
+    estimated = corrected.union(Estimate(algorithm)(corrected))
+    # The outcome of row 0 goes to the last token that is left of it.
+    assert estimated.batch["token_level_rewards"][0].tolist() == [0, 1, 0, 0]
+    assert estimated.batch["advantages"][:, 0].tolist() == [0, 0, -0.75, 0.75]
+    found = {name: metric.value for name, metric in batch_metrics(estimated, 4).items()}
+    assert found["critic/score/mean"] == pytest.approx((1 + 0 + 0.5 + 2) / 4)
+    assert found["critic/rewards/mean"] == pytest.approx((1 + 0.5 + 2) / 3)
+
+
+def test_rejection_of_all_rows_leaves_the_scores():
+    batch = scored(rollout_log_probs=-5.0 * MASK, attention_mask=torch.ones(4, 5, dtype=torch.int64))
+    rejection = RolloutCorrectionConfig(rollout_rs="sequence_k1", rollout_rs_threshold="2.0")
+    corrected = correct(batch, rejection)
+    estimated = corrected.union(
+        Estimate(AlgorithmConfig(adv_estimator="grpo", rollout_correction=rejection))(corrected)
+    )
+    found = batch_metrics(estimated, 4)
+    assert found["critic/score/mean"].value == pytest.approx(3.5 / 4)
+    assert "critic/rewards/mean" not in found
+    assert not estimated.batch["advantages"].any()
 
 
 def test_estimate_gdpo_counts_a_failed_row_as_zero_and_refuses_texts():

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 import torch
 
+from ostinato.ppo.dump import RolloutDump
+from ostinato.ppo.testing import make_tokenizer
 from ostinato.ppo.validation import Validation, _statistics
 from ostinato.protocol import DataProto
 
@@ -63,3 +67,41 @@ def test_validation_rows_of_all_batches_draw_from_streams_of_their_own():
     metrics = validation.run(7, Actor(), reward)
     assert sorted(seen) == list(range(10))
     assert metrics["val-core/a/reward/mean@2"].value == 1.0
+
+
+def test_validation_answers_are_dumped_where_asked(tmp_path):
+    """All batches of a validation in one file; what the statistics do not read is fetched for it."""
+    tokenizer = make_tokenizer()
+
+    class Actor:
+        def generate_sequences(self, prompts):
+            words = torch.full((len(prompts), 2), 6)
+            mask = torch.ones(len(prompts), 5, dtype=torch.int64)
+            return prompts.drop(["attention_mask"]).union(
+                DataProto.from_dict(
+                    {"prompts": prompts.batch["input_ids"], "responses": words, "response_mask": mask[:, :2],
+                     "attention_mask": mask}
+                )
+            )  # fmt: skip
+
+    def prompts(count):
+        ids = torch.full((count, 3), 7)
+        return DataProto.from_dict(
+            {"input_ids": ids, "attention_mask": ids // 7, "position_ids": ids},
+            {"uid": [f"{count}-{row}" for row in range(count)], "data_source": ["a"] * count,
+             "reward_model": [{"ground_truth": "w9"}] * count},
+        )  # fmt: skip
+
+    def reward(batch):
+        return DataProto.from_dict({"token_level_scores": torch.ones(len(batch), 2) / 2})
+
+    validation = Validation.__new__(Validation)
+    validation.loader, validation.n, validation.num_samples = [prompts(3), prompts(2)], 2, 0  # pyright: ignore[reportAttributeAccessIssue]
+    validation.dump = RolloutDump(tmp_path, tokenizer)
+    validation.run(7, Actor(), reward)
+    rows = [json.loads(line) for line in (tmp_path / "7.jsonl").read_text().splitlines()]
+    assert len(rows) == 10
+    assert rows[0] == {
+        "input": "w1 w1 w1", "output": "w0 w0", "gts": "w9", "score": 1.0, "step": 7, "uid": "3-0", "rollout_id": 0,
+        "data_source": "a", "response_mask": [1, 1],
+    }  # fmt: skip

@@ -60,26 +60,38 @@ def correct(batch: DataProto, correction: RolloutCorrectionConfig) -> DataProto:
     """Account for the gap between the policy that sampled and the one that is trained from.
 
     Args:
-        batch: the scored rows; reads `old_log_probs`, `rollout_log_probs`, `response_mask`, `token_level_scores`.
+        batch: the scored rows; reads `old_log_probs`, `rollout_log_probs`, `response_mask`.
         correction: importance weights and rejection; with neither, nothing but the metrics is new.
 
     Returns:
         The batch with `training/rollout_probs_diff_*` and `rollout_corr/*` metrics, taken before any cut; with
-        importance weights also `rollout_is_weights (B, R)`; with rejection a smaller `response_mask`, and the scores of
-        rejected tokens moved to the row's last token that is left.
+        importance weights also `rollout_is_weights (B, R)`; with rejection a smaller `response_mask`. Scores stay as
+        they were given, those of rejected tokens too: they say how well the policy answers.
     """
-    data = batch.get(["old_log_probs", "rollout_log_probs", "response_mask", "token_level_scores"]).batch
-    mask, scores = data["response_mask"], data["token_level_scores"]
+    data = batch.get(["old_log_probs", "rollout_log_probs", "response_mask"]).batch
+    mask = data["response_mask"]
     result = rollout_correction(data["old_log_probs"], data["rollout_log_probs"], mask, **asdict(correction))
     metrics = {name: Metric.mean(float(value), weight=float(mask.sum())) for name, value in result.metrics.items()}
     changed = {} if result.weights is None else {"rollout_is_weights": result.weights}
     if correction.rollout_rs is not None:
-        left = result.response_mask
-        lost = torch.where(left.bool(), 0.0, scores).sum(-1)
-        moved = torch.where(left.bool(), scores, 0.0) + place_outcome(lost, left)
-        changed |= {"response_mask": left, "token_level_scores": moved}
+        changed |= {"response_mask": result.response_mask}
     batch = batch.drop([name for name in changed if name in batch.columns])
     return batch.union(DataProto.from_dict(tensors=changed, meta_info={"metrics": metrics}))
+
+
+def gathered(scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Move what rejected tokens scored to the last token that is left of their row.
+
+    Args:
+        scores: (B, R), 0 where the rollout's own mask is 0.
+        mask: (B, R) what rejection has left of that mask.
+
+    Returns:
+        (B, R), exactly 0 under the mask; a row of which nothing is left has nothing.
+    """
+    left = mask.bool()
+    lost = torch.where(left, 0.0, scores).sum(-1)
+    return torch.where(left, scores, 0.0) + place_outcome(lost, mask)
 
 
 class Estimate:
@@ -112,18 +124,20 @@ class Estimate:
         """
         data = batch.get([*(name for name in READS if name in batch.columns), *self.rewards])
         rewards, metrics = data.batch["token_level_scores"], {}
+        if self.algorithm.rollout_correction.rollout_rs is not None:
+            rewards = gathered(rewards, data.batch["response_mask"])
         if self.algorithm.use_kl_in_reward:
-            rewards, metrics = self._penalised(data)
+            rewards, metrics = self._penalised(data, rewards)
         advantages, returns = self.estimator(**self._arguments(data, rewards))
         tensors = {"token_level_rewards": rewards, "advantages": advantages, "returns": returns}
         return DataProto.from_dict(
             tensors={name: value.to(torch.float32) for name, value in tensors.items()}, meta_info={"metrics": metrics}
         )
 
-    def _penalised(self, data: DataProto) -> tuple[torch.Tensor, dict[str, Metric]]:
+    def _penalised(self, data: DataProto, scores: torch.Tensor) -> tuple[torch.Tensor, dict[str, Metric]]:
         kind, beta = self.algorithm.kl_penalty, self.kl.value
         mask, old, reference = (data.batch[name] for name in ("response_mask", "old_log_probs", "ref_log_prob"))
-        rewards = rewards_with_kl(data.batch["token_level_scores"], old, reference, mask, beta, kind)
+        rewards = rewards_with_kl(scores, old, reference, mask, beta, kind)
         kl = float(masked_mean(kl_penalty(old, reference, kind, mask), mask))
         self.kl.update(kl, len(mask))
         metrics = {"actor/reward_kl_penalty": Metric.mean(kl), "actor/reward_kl_penalty_coeff": Metric.mean(beta)}

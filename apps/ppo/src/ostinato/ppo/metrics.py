@@ -34,8 +34,9 @@ def batch_metrics(batch: DataProto, max_response_length: int) -> dict[str, Metri
 
     Returns:
         `response_length/*`, `prompt_length/*`, `response/aborted_ratio`, `perf/total_num_tokens`,
-        `critic/{score,rewards}/*` over rows, `critic/{advantages,returns,values}/*` over policy tokens,
-        `critic/vf_explained_var`, `training/epoch`, and the batch's own.
+        `critic/score/*` over rows as they were scored, `critic/rewards/*` over the rows of which rejection has left a
+        token, `critic/{advantages,returns,values}/*` over policy tokens, `critic/vf_explained_var`, `training/epoch`,
+        and the batch's own.
     """
     data = batch.get([name for name in READS if name in batch.columns])
     assert data.batch is not None
@@ -50,9 +51,11 @@ def batch_metrics(batch: DataProto, max_response_length: int) -> dict[str, Metri
         finish_reason=data.non_tensor_batch.get("finish_reason"),
     )
     metrics["perf/total_num_tokens"] = Metric.sum(int(attention.sum()))
-    for name, column in (("score", "token_level_scores"), ("rewards", "token_level_rewards")):
-        if (tokens := data.batch.get(column)) is not None:
-            metrics |= spread(f"critic/{name}", torch.where(mask, tokens, 0).sum(-1))
+    if (tokens := data.batch.get("token_level_scores")) is not None:
+        # Not under the mask: rejection makes it smaller, but the policy's answer was as good as it was.
+        metrics |= spread("critic/score", tokens.sum(-1))
+    if (tokens := data.batch.get("token_level_rewards")) is not None:
+        metrics |= spread("critic/rewards", torch.where(mask, tokens, 0).sum(-1)[mask.any(-1)])
     for name in ("advantages", "returns", "values"):
         if (tokens := data.batch.get(name)) is not None:
             metrics |= spread(f"critic/{name}", tokens[mask])

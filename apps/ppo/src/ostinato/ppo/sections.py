@@ -164,6 +164,9 @@ class TrainerConfig:
         critic_warmup: steps in which only the critic learns.
         balance_batch: deal rows over ranks by length; false leaves them in order.
         log_val_generations: so many validation samples are logged as text.
+        rollout_data_dir: a folder for the rows of each training step, `STEP.jsonl` with texts, scores and what
+            `examples/offline_analysis.py` reads; null writes none.
+        validation_data_dir: a folder for the answers of each validation, likewise.
         call_timeout_seconds: a worker call that takes longer counts as hung and ends the run; null waits without end.
         dry_run: check everything, print the plan, and stop.
     """
@@ -190,6 +193,8 @@ class TrainerConfig:
     critic_warmup: int = 0
     balance_batch: bool = True
     log_val_generations: int = 0
+    rollout_data_dir: str | None = None
+    validation_data_dir: str | None = None
     call_timeout_seconds: float | None = 3600.0
     dry_run: bool = False
 
@@ -197,6 +202,9 @@ class TrainerConfig:
         """Fill in the run folder; refuse counts below their least."""
         folder = self.default_local_dir or f"checkpoints/{self.project_name}/{self.experiment_name}"
         object.__setattr__(self, "default_local_dir", os.path.expanduser(folder))
+        for name in ("rollout_data_dir", "validation_data_dir"):
+            if getattr(self, name):
+                object.__setattr__(self, name, os.path.expanduser(getattr(self, name)))
         if isinstance(self.logger, str):
             object.__setattr__(self, "logger", [self.logger])
         _at_least(self, 1, "total_epochs", "total_training_steps", "n_gpus_per_node", "nnodes")

@@ -19,6 +19,7 @@ from ostinato.ppo.baseline import GreedyBaseline
 from ostinato.ppo.checkpoint import Checkpoints
 from ostinato.ppo.config import PpoConfig
 from ostinato.ppo.data import Schedule, follow, rollouts
+from ostinato.ppo.dump import observers
 from ostinato.ppo.estimate import Estimate, correct
 from ostinato.ppo.metrics import batch_metrics
 from ostinato.ppo.tracking import Tracker
@@ -62,6 +63,7 @@ class Trainer:
         self.preparations: dict[str, Callable[[DataProto], DataProto]] = {}  # steps on the prompts, by timing name
         if "reward_baselines" in self.estimate.wanted:
             self.preparations["baseline"] = GreedyBaseline(self.actor, self.reward)
+        self.observers = observers(config)  # look at the scored rows, by timing name
         self.step = 0
         self.num_mini_batches = config.actor_rollout_ref.actor.num_mini_batches
         if self.critic:  # the finest cut that both roles' mini-batches are whole multiples of
@@ -93,6 +95,9 @@ class Trainer:
                 if self.critic:
                     with log.time("values"):
                         batch = batch.union(self.critic.compute_values(batch))
+                for name, observe in self.observers.items():
+                    with log.time(name):
+                        observe(batch)
                 with log.time("adv"):
                     batch = correct(batch, cfg.algorithm.rollout_correction)
                     batch = batch.union(self.estimate(batch))

@@ -10,6 +10,7 @@ import numpy as np
 
 from ostinato.ppo.config import PpoConfig
 from ostinato.ppo.data import PromptDataset, PromptLoader, follow, rollouts
+from ostinato.ppo.dump import RolloutDump
 from ostinato.ppo.rewards.manager import EXTRA
 from ostinato.ppo.validate import SCORE, validation_metrics
 from ostinato.protocol import DataProto, Metric, columns
@@ -28,12 +29,17 @@ class Validation:
         tokenizer: the policy's tokenizer.
     """
 
+    dump: RolloutDump | None = None
+    """Where the answers are written to."""
+
     def __init__(self, config: PpoConfig, tokenizer: Any) -> None:
         dataset = PromptDataset.from_config(config.data, tokenizer, validation=True)
         self.loader = PromptLoader(dataset, config.data.val_batch_size or len(dataset))
         self.n = config.actor_rollout_ref.rollout.val_kwargs.n
         self.num_samples = config.trainer.log_val_generations
         self.tokenizer = tokenizer
+        if config.trainer.validation_data_dir is not None:
+            self.dump = RolloutDump(config.trainer.validation_data_dir, tokenizer)
 
     def run(self, step: int, actor: Any, reward: Callable[[DataProto], DataProto]) -> dict[str, Metric]:
         """Validate the actor as it is now.
@@ -52,7 +58,10 @@ class Validation:
             asked += len(batch)
             batch = follow(batch, actor.generate_sequences(batch.select(columns.PROMPT)))
             batch = batch.union(reward(batch))
-            parts.append(batch.get([name for name in batch.columns if name in _READS or name.startswith(EXTRA)]))
+            reads = [name for name in batch.columns if name in _READS or name.startswith(EXTRA)]
+            parts.append(batch.get(list(dict.fromkeys(reads + (self.dump.reads(batch) if self.dump else [])))))
+        if self.dump:
+            self.dump.write(step, parts)
         if self.num_samples:
             for text in self.samples(parts[0]):
                 logger.info("validation after step %d: %s", step, text)
