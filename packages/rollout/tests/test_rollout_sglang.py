@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import os
 import signal
 import subprocess
@@ -96,10 +97,16 @@ def test_sglang_marks_aborted_rows(engines: Engines, setting: Setting):
         manager = rollout._manager
         send = type(manager)._send_one_request.__get__(manager)
 
-        async def sending(request: Any, *args: Any, **kwargs: Any) -> Any:
-            answer = await send(request, *args, **kwargs)
-            if request.rid in names:
-                manager.abort_request(request.rid)
+        def sending(request: Any, *args: Any, **kwargs: Any) -> Any:
+            answer = send(request, *args, **kwargs)
+            return told(request.rid, answer) if inspect.isawaitable(answer) else given_up(request.rid, answer)
+
+        async def told(name: str, answer: Any) -> Any:
+            return given_up(name, await answer)
+
+        def given_up(name: str, answer: Any) -> Any:
+            if name in names:
+                manager.abort_request(name)
             return answer
 
         first = int(str(rollout._requests)[6:-1])

