@@ -218,6 +218,31 @@ def test_ppo_preflight_heads_divide_over_tensor_parallel_ranks(tp, fits, make):
     assert (f"{ROLLOUT}.tensor_model_parallel_size" not in found) == fits
 
 
+@pytest.mark.parametrize(("size", "fits"), [(2, True), (4, True), (3, False), (8, False)])
+def test_ppo_preflight_heads_divide_over_ulysses_ranks(size, fits, make):
+    """4 heads, 2 key/value heads; the reference follows the actor."""
+    key = "ulysses_sequence_parallel_size"
+    ranks = {"trainer.n_gpus_per_node": 24, "data.train_batch_size": 48, f"{ACTOR}.ppo_mini_batch_size": 48}
+    found = faults(make(**{**ranks, f"{ACTOR}.{key}": size, f"{ACTOR}.use_kl_loss": True}))
+    assert (f"{ACTOR}.{key}" not in found) == fits
+    assert (f"actor_rollout_ref.ref.{key}" not in found) == fits
+    assert fits or "1, 2, 4 would" in found[f"{ACTOR}.{key}"]
+
+
+def test_ppo_preflight_ulysses_ranks_share_rows(make):
+    """8 ranks in pairs are 4 data-parallel ranks: 4 rows are enough, 3 are not."""
+    key = f"{ACTOR}.ulysses_sequence_parallel_size"
+    rows = {"trainer.n_gpus_per_node": 8, f"{ROLLOUT}.n": 2, key: 2, "data.train_batch_size": 8}
+    assert faults(make(**{**rows, f"{ACTOR}.ppo_mini_batch_size": 2})) == {}
+    found = faults(make(**{**rows, f"{ACTOR}.ppo_mini_batch_size": 1}))
+    assert "÷ ulysses_sequence_parallel_size=2" in found[f"{ACTOR}.ppo_mini_batch_size"]
+    assert "4 does not divide 6 ranks" in faults(make(**{**rows, "trainer.n_gpus_per_node": 6, key: 4}))[key]
+    assert (
+        update_plan(make(**rows), "actor").rows_per_rank
+        == 2 * update_plan(make(**{**rows, key: 1}), "actor").rows_per_rank
+    )
+
+
 # --- algorithm ------------------------------------------------------------------------------------
 
 
@@ -664,6 +689,14 @@ def test_ppo_preflight_memory_plan(make):
     assert plans["reference"].total == pytest.approx(count * 4 / 4)
     assert plans["rollout (vllm)"].total == pytest.approx(count * 2 / 2)
     assert "GPU" in plan_text(checked)
+
+
+def test_ppo_preflight_memory_plan_of_an_adapter(make):
+    """Weights alone, once: the reference is the actor's model, and the adapter's own state is small."""
+    checked = examine(make(**{"actor_rollout_ref.model.lora_rank": 8, f"{ACTOR}.use_kl_loss": True}))
+    plans = {plan.role: plan for plan in memory_plan(checked)}
+    assert plans["actor"].total == pytest.approx(checked.models["actor"].num_parameters * 4)
+    assert "reference" not in plans
 
 
 def test_ppo_preflight_plan_without_a_known_size(make, tmp_path):

@@ -169,6 +169,24 @@ def test_gradient_checkpointing_changes_no_number(workspace):
 
 
 @group
+@pytest.mark.parametrize(("deferred", "times"), [(True, 1), (False, 3)])
+def test_gradients_are_reduced_after_the_last_micro_batch(workspace, monkeypatch, deferred, times):
+    from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+
+    driver = start(fsdp(defer_gradient_sync=deferred), workspace / "lm")
+    reduced = []
+    original = _fsdp_param_group.foreach_reduce
+
+    def counted(*args, **kwargs):
+        reduced.append(1)
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(_fsdp_param_group, "foreach_reduce", counted)
+    driver.accumulate(make_rows(6, seed=1), 2)
+    assert len(reduced) == times * len(driver.engine._units)
+
+
+@group
 def test_engine_says_what_is_missing(workspace):
     model = ModelConfig(path=str(workspace / "lm"))
     unbuilt = FsdpEngine(head="lm", model=model)

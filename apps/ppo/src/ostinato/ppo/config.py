@@ -52,6 +52,7 @@ FOLLOWS: dict[str, str] = {
     "actor_rollout_ref.rollout.response_length": "data.max_response_length",
     "critic.model.path": "actor_rollout_ref.model.path",
     "critic.ppo_epochs": "actor_rollout_ref.actor.ppo_epochs",
+    "actor_rollout_ref.ref.ulysses_sequence_parallel_size": "actor_rollout_ref.actor.ulysses_sequence_parallel_size",
 }
 """Keys that take another key's value until they are given one of their own."""
 

@@ -11,6 +11,7 @@ from typing import Any
 from ostinato.ppo.config import PpoConfig
 from ostinato.ppo.facts import ModelFacts
 from ostinato.ppo.preflight import Checked
+from ostinato.workers.core.config import ModelConfig
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,8 @@ class UpdatePlan:
         passes: passes over the rows (`ppo_epochs`).
         prompts: prompts of one update.
         rows: responses of one update, `prompts × rollout.n`.
-        rows_per_rank: of these, on one rank; the larger number where they do not divide.
+        rows_per_rank: of these, on one rank, or on the ranks that share their tokens; the larger number where they do
+            not divide.
         micro_batches: micro-batches of one update on one rank; None where a token budget decides.
         token_budget: that budget, or None.
     """
@@ -46,7 +48,7 @@ def update_plan(config: PpoConfig, role: str) -> UpdatePlan:
     section: Any = config.actor_rollout_ref.actor if role == "actor" else config.critic
     prompts = math.ceil(config.data.train_batch_size / section.num_mini_batches)
     rows = prompts * config.actor_rollout_ref.rollout.n
-    per_rank = math.ceil(rows / config.world_size)
+    per_rank = math.ceil(rows * section.ulysses_sequence_parallel_size / config.world_size)
     limit = section.update_limit
     micro = math.ceil(per_rank / limit.micro_batch_size) if limit.micro_batch_size else None
     return UpdatePlan(section.num_mini_batches, section.ppo_epochs, prompts, rows, per_rank, micro, limit.max_tokens)
@@ -84,10 +86,16 @@ def memory_plan(checked: Checked) -> list[MemoryPlan]:
     config, models = checked.config, checked.models
     hybrid, actor = config.actor_rollout_ref, models.get("actor")
     plans = [
-        _trained("actor", hybrid.actor, actor, config.world_size),
-        _frozen("reference", hybrid.ref, actor if config.needs_reference else None, config.world_size),
+        _trained("actor", hybrid.actor, hybrid.model, actor, config.world_size),
+        # With an adapter the reference is the actor's own model.
+        _frozen(
+            "reference",
+            hybrid.ref,
+            actor if config.needs_reference and not hybrid.model.lora_rank else None,
+            config.world_size,
+        ),
         _engine(config, actor),
-        _trained("critic", config.critic, models.get("critic"), config.world_size),
+        _trained("critic", config.critic, config.critic.model, models.get("critic"), config.world_size),
     ]
     reward = config.reward_model
     own = reward.n_gpus_per_node * reward.nnodes if reward.enable_resource_pool else config.world_size
@@ -103,10 +111,13 @@ def _shard(section: Any, model: ModelFacts | None, ranks: int) -> float | None:
     return model.num_parameters / (size if size > 0 else ranks)
 
 
-def _trained(role: str, section: Any, model: ModelFacts | None, ranks: int) -> MemoryPlan | None:
+def _trained(role: str, section: Any, settings: ModelConfig, model: ModelFacts | None, ranks: int) -> MemoryPlan | None:
+    """Gradients and optimizer state are those of all weights; an adapter's are too small to plan for."""
     layout, count = section.fsdp_config, _shard(section, model, ranks)
     if count is None:
         return None
+    if settings.lora_rank:
+        return _frozen(role, section, model, ranks)
     width, away = layout.master_dtype.itemsize, []
     away += ["weights"] if layout.param_offload or layout.offload_policy else []
     away += ["optimizer"] if layout.optimizer_offload or layout.offload_policy else []

@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 
+ULYSSES = "ulysses_sequence_parallel_size"
 SEQUENCE_LOSSES, SEQUENCE_MODE = ("gspo", "geo_mean"), "seq-mean-token-mean"
 
 
@@ -207,18 +208,20 @@ def _correction(checked: Checked) -> None:
         checked.refuse(f"algorithm.rollout_correction{key}", text if key else str(error))
 
 
-def _roles(checked: Checked) -> Iterator[tuple[str, int]]:
-    """The trained roles and their mini-batch sizes in prompts."""
-    yield ACTOR, checked.config.actor_rollout_ref.actor.ppo_mini_batch_size
+def _roles(checked: Checked) -> Iterator[tuple[str, int, int]]:
+    """The trained roles, their mini-batch sizes in prompts, and how many ranks share a row."""
+    config = checked.config
+    actor = config.actor_rollout_ref.actor
+    yield ACTOR, actor.ppo_mini_batch_size, actor.ulysses_sequence_parallel_size
     if checked.needs_critic:
-        yield "critic", checked.config.critic_mini_batch_size
+        yield "critic", config.critic_mini_batch_size, config.critic.ulysses_sequence_parallel_size
 
 
 def _batches(checked: Checked) -> None:
     config = checked.config
-    prompts, n, ranks = config.data.train_batch_size, config.actor_rollout_ref.rollout.n, config.world_size
-    for role, asked in _roles(checked):
-        key, mini = f"{role}.ppo_mini_batch_size", min(asked, prompts)
+    prompts, n = config.data.train_batch_size, config.actor_rollout_ref.rollout.n
+    for role, asked, shared in _roles(checked):
+        key, mini, ranks = f"{role}.ppo_mini_batch_size", min(asked, prompts), max(config.world_size // shared, 1)
         if asked > prompts:
             checked.warn(
                 key,
@@ -229,7 +232,9 @@ def _batches(checked: Checked) -> None:
             checked.refuse(
                 key,
                 f"{mini} prompts × {ROLLOUT}.n={n} = {mini * n} rows a mini-batch; {mini * n} rows // {ranks} ranks "
-                f"(trainer.n_gpus_per_node={config.trainer.n_gpus_per_node} × trainer.nnodes={config.trainer.nnodes}) "
+                f"(trainer.n_gpus_per_node={config.trainer.n_gpus_per_node} × trainer.nnodes={config.trainer.nnodes}"
+                + (f" ÷ {ULYSSES}={shared}" if shared > 1 else "")
+                + ") "
                 f"= 0 rows a rank. Set it to {math.ceil(ranks / n)} or more"
                 + (", and data.train_batch_size with it" if asked > prompts or prompts * n < ranks else ""),
                 "data.train_batch_size",
@@ -245,6 +250,20 @@ def _batches(checked: Checked) -> None:
             )
 
 
+def _sections(checked: Checked) -> Iterator[tuple[str, Any, int]]:
+    """Every role with an engine: its dotted name, section, and number of ranks."""
+    config, world = checked.config, checked.config.world_size
+    yield ACTOR, config.actor_rollout_ref.actor, world
+    if config.needs_reference:
+        yield "actor_rollout_ref.ref", config.actor_rollout_ref.ref, world
+    if checked.needs_critic:
+        yield "critic", config.critic, world
+    reward = config.reward_model
+    if reward.enable:
+        own = reward.n_gpus_per_node * reward.nnodes if reward.enable_resource_pool else world
+        yield "reward_model", reward, own
+
+
 def _parallel(checked: Checked) -> None:
     config = checked.config
     world, rollout, trainer = config.world_size, config.actor_rollout_ref.rollout, config.trainer
@@ -258,19 +277,13 @@ def _parallel(checked: Checked) -> None:
         checked.refuse(key, f"{tp} does not divide the ranks: {shape}", "trainer.n_gpus_per_node", "trainer.nnodes")
     elif trainer.n_gpus_per_node % tp:
         checked.warn(key, f"an engine of {tp} ranks spans nodes ({trainer.n_gpus_per_node} a node), which is slow")
-    hybrid = config.actor_rollout_ref
-    layouts = [(ACTOR, hybrid.actor.fsdp_config, world)]
-    if config.needs_reference:
-        layouts.append(("actor_rollout_ref.ref", hybrid.ref.fsdp_config, world))
-    if checked.needs_critic:
-        layouts.append(("critic", config.critic.fsdp_config, world))
     reward = config.reward_model
-    if reward.enable:
-        own = reward.n_gpus_per_node * reward.nnodes if reward.enable_resource_pool else world
-        layouts.append(("reward_model", reward.fsdp_config, own))
-    for role, layout, ranks in layouts:
-        if layout.fsdp_size > 0 and ranks % layout.fsdp_size:
-            checked.refuse(f"{role}.fsdp_config.fsdp_size", f"{layout.fsdp_size} does not divide {ranks} ranks")
+    for role, section, ranks in _sections(checked):
+        size, shared = section.fsdp_config.fsdp_size, section.ulysses_sequence_parallel_size
+        if size > 0 and ranks % size:
+            checked.refuse(f"{role}.fsdp_config.fsdp_size", f"{size} does not divide {ranks} ranks")
+        if ranks % shared:
+            checked.refuse(f"{role}.{ULYSSES}", f"{shared} does not divide {ranks} ranks", "trainer.n_gpus_per_node")
     if trainer.backend == "local" and (world > 1 or (reward.enable and reward.enable_resource_pool)):
         checked.refuse(
             "trainer.backend",
@@ -289,6 +302,16 @@ def _validation(checked: Checked) -> None:
 
 
 def _heads(checked: Checked) -> None:
+    for role, section, _ in _sections(checked):
+        model = checked.models.get("actor" if role.startswith("actor_rollout_ref") else role)
+        size = section.ulysses_sequence_parallel_size
+        if model is None or not model.num_heads or size == 1:
+            continue
+        heads, kv_heads = model.num_heads, model.num_kv_heads or model.num_heads
+        fitting = [n for n in range(1, heads + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]
+        if size not in fitting:
+            text = f"{size} does not fit the {heads} attention heads and {kv_heads} key/value heads of {model.folder}"
+            checked.refuse(f"{role}.{ULYSSES}", f"{text}; {', '.join(map(str, fitting))} would")
     tp, actor = checked.config.actor_rollout_ref.rollout.tensor_model_parallel_size, checked.models.get("actor")
     if actor is None or tp == 1 or not actor.num_heads:
         return

@@ -41,7 +41,8 @@ class ActorRolloutRefWorker(Worker):
     Args:
         config: model, actor, ref and rollout (`actor_rollout_ref` of the app).
         role: what this worker does: `actor`, `rollout`, `ref`, `actor_rollout` or `actor_rollout_ref`. There is a
-            reference model only where the role names `ref`.
+            reference model only where the role names `ref`; beside an actor that trains an adapter it is that actor
+            with its adapter off.
         engine: import path of the training engine.
 
     A `rollout` alone has no training engine and samples with the weights of the model's folder.
@@ -68,7 +69,7 @@ class ActorRolloutRefWorker(Worker):
         config, parts = self.config, self.policy_role.split("_")
         prepare_model(config.model, "actor_rollout_ref.model")
         self.init_process_group()
-        if "ref" in parts:
+        if "ref" in parts and not self._shares_reference:
             self._ref = build_engine(self.engine_path, config.ref, config.model, head="lm")
         if "actor" in parts:
             self._objective = ActorObjective(config.actor)
@@ -78,6 +79,7 @@ class ActorRolloutRefWorker(Worker):
         built = self._actor or self._ref
         if built is not None:
             self.register_mesh("train", built.engine.coordinates)
+            self.register_mesh("ref", (self._ref or built).engine.coordinates)
         if "rollout" in parts:
             self._rollout = self._build_rollout()
 
@@ -123,7 +125,8 @@ class ActorRolloutRefWorker(Worker):
             is set; metric `actor/entropy`, a token mean.
         """
         actor = self._need(self._actor, "compute_log_prob", "actor")
-        limit, also = rollout_log_prob_limit(self.config.rollout), self.config.actor.sum_pi_squared
+        limit = rollout_log_prob_limit(self.config.rollout, self.config.actor.ulysses_sequence_parallel_size)
+        also = self.config.actor.sum_pi_squared
         result = self._score(actor, batch, limit, entropy=True, sum_pi_squared=also)
         if result is None:
             return DataProto.from_dict()
@@ -135,7 +138,7 @@ class ActorRolloutRefWorker(Worker):
             meta_info={"metrics": {"actor/entropy": Metric.mean(entropy, weight=tokens)}},
         )
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, reads=SCORING, writes=("ref_log_prob",), keeps_rows=True)
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, reads=SCORING, writes=("ref_log_prob",), mesh="ref", keeps_rows=True)
     def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
         """Score the rows with the frozen reference.
 
@@ -145,8 +148,12 @@ class ActorRolloutRefWorker(Worker):
         Returns:
             `ref_log_prob` (B, R) float32, 0 under the mask.
         """
-        ref = self._need(self._ref, "compute_ref_log_prob", "ref")
-        result = self._score(ref, batch, self.config.ref.log_prob_limit, entropy=False)
+        limit = self.config.ref.log_prob_limit
+        if self._shares_reference:
+            actor = self._need(self._actor, "compute_ref_log_prob", "ref")
+            result = self._score(actor, batch, limit, adapter=False)
+        else:
+            result = self._score(self._need(self._ref, "compute_ref_log_prob", "ref"), batch, limit)
         return DataProto.from_dict() if result is None else DataProto.from_dict({"ref_log_prob": result["log_probs"]})
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, reads=TRAINING)
@@ -239,11 +246,14 @@ class ActorRolloutRefWorker(Worker):
             rollout.wake("kv_cache")
         return rollout
 
-    def _score(
-        self, part: Residency, batch: DataProto, limit: BatchLimit, *, entropy: bool, sum_pi_squared: bool = False
-    ) -> Outputs | None:
+    @property
+    def _shares_reference(self) -> bool:
+        parts = self.policy_role.split("_")
+        return "actor" in parts and "ref" in parts and self.config.model.lora_rank > 0
+
+    def _score(self, part: Residency, batch: DataProto, limit: BatchLimit, **asked: bool) -> Outputs | None:
         packer = partial(pack, temperature=self.config.rollout.temperature, device=part.engine.device)
-        return scored(part, batch, packer, log_probs_of, limit, entropy=entropy, sum_pi_squared=sum_pi_squared)
+        return scored(part, batch, packer, log_probs_of, limit, **asked)
 
     def _need(self, part: T | None, method: str, role: str) -> T:
         if part is None:

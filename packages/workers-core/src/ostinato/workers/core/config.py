@@ -44,7 +44,16 @@ class ModelConfig:
         trust_remote_code: run code that comes with the model.
         override_config: entries of the model's config that replace those of its folder.
         enable_gradient_checkpointing: recompute activations in the backward pass.
+        enable_activation_offload: keep activations in host memory between the forward and the backward pass, with
+            gradient checkpointing or without; nothing changes on a CPU.
         use_remove_padding: run packed rows; off for a model whose attention cannot keep packed rows apart.
+        use_fused_kernels: log-probabilities and entropies straight from the hidden states, so that the logits never
+            exist; a model whose logits change after its head keeps them. Off computes the logits.
+        lora_rank: train low-rank adapters of this rank in place of the weights; 0 trains the weights.
+        lora_alpha: an adapter's output counts `lora_alpha / lora_rank` times.
+        target_modules: which modules get an adapter: `all-linear` (all but the head), a list of name endings, or a
+            regular expression over full names.
+        exclude_modules: which of them do not; a list or an expression likewise.
         external_lib: a module that every worker imports first; it may register models, policy losses and rollouts.
     """
 
@@ -53,8 +62,20 @@ class ModelConfig:
     trust_remote_code: bool = False
     override_config: Mapping[str, Any] = field(default_factory=dict)
     enable_gradient_checkpointing: bool = True
+    enable_activation_offload: bool = False
     use_remove_padding: bool = True
+    use_fused_kernels: bool = True
+    lora_rank: int = 0
+    lora_alpha: int = 16
+    target_modules: str | list[str] = "all-linear"
+    exclude_modules: str | list[str] | None = None
     external_lib: str | None = None
+
+    def __post_init__(self) -> None:
+        """Check ranges."""
+        require(self.lora_rank >= 0, "model.lora_rank", "0 (no adapter) or a rank above it", self.lora_rank)
+        require(self.lora_alpha > 0, "model.lora_alpha", "greater than 0", self.lora_alpha)
+        require(bool(self.target_modules), "model.target_modules", "all-linear, names or an expression", "nothing")
 
     @property
     def resolved_tokenizer_path(self) -> str:
@@ -69,15 +90,22 @@ class EngineChoice:
     Attributes:
         strategy: `fsdp`.
         fsdp_config: the FSDP engine's own config.
+        ulysses_sequence_parallel_size: ranks that share the tokens of a micro-batch; every token budget a GPU counts
+            that many times. FSDP only.
     """
 
     strategy: str = "fsdp"
     fsdp_config: Any = None
+    ulysses_sequence_parallel_size: int = 1
 
     @property
     def engine_config(self) -> Any:
-        """The config of the engine that `strategy` names."""
-        return self.fsdp_config
+        """The config of the engine that `strategy` names, with what the role says about it."""
+        config, size = self.fsdp_config, self.ulysses_sequence_parallel_size
+        if size == 1:
+            return config
+        shared = {"ulysses_sequence_parallel_size": size}
+        return {**config, **shared} if isinstance(config, Mapping) else replace(config, **shared) if config else shared
 
     @property
     def param_offload(self) -> bool:
@@ -233,6 +261,7 @@ class ActorConfig(EngineChoice):
             self.ppo_micro_batch_size_per_gpu,
             self.ppo_max_token_len_per_gpu,
             "ppo_",
+            ranks=self.ulysses_sequence_parallel_size,
         )
 
     @property
@@ -269,6 +298,7 @@ class RefConfig(EngineChoice):
             self.log_prob_micro_batch_size_per_gpu,
             self.log_prob_max_token_len_per_gpu,
             "log_prob_",
+            ranks=self.ulysses_sequence_parallel_size,
         )
 
 
@@ -282,14 +312,20 @@ class ActorRolloutRefConfig:
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
 
 
-def rollout_log_prob_limit(rollout: RolloutConfig) -> BatchLimit:
-    """Size of a micro-batch when the actor scores its own responses; the keys are the rollout's, as in the field."""
+def rollout_log_prob_limit(rollout: RolloutConfig, ranks: int = 1) -> BatchLimit:
+    """Size of a micro-batch when the actor scores its own responses; the keys are the rollout's, as in the field.
+
+    Args:
+        rollout: holds the keys.
+        ranks: of the actor that share the tokens of a micro-batch.
+    """
     return batch_limit(
         "actor_rollout_ref.rollout",
         rollout.log_prob_use_dynamic_bsz,
         rollout.log_prob_micro_batch_size_per_gpu,
         rollout.log_prob_max_token_len_per_gpu,
         "log_prob_",
+        ranks=ranks,
     )
 
 
@@ -345,7 +381,12 @@ class CriticConfig(EngineChoice):
     def update_limit(self) -> BatchLimit:
         """Size of a training micro-batch."""
         return batch_limit(
-            "critic", self.use_dynamic_bsz, self.ppo_micro_batch_size_per_gpu, self.ppo_max_token_len_per_gpu, "ppo_"
+            "critic",
+            self.use_dynamic_bsz,
+            self.ppo_micro_batch_size_per_gpu,
+            self.ppo_max_token_len_per_gpu,
+            "ppo_",
+            ranks=self.ulysses_sequence_parallel_size,
         )
 
     @property
@@ -359,6 +400,7 @@ class CriticConfig(EngineChoice):
             self.forward_micro_batch_size_per_gpu,
             self.forward_max_token_len_per_gpu or self.ppo_max_token_len_per_gpu,
             "forward_",
+            ranks=self.ulysses_sequence_parallel_size,
         )
 
     @property
@@ -392,5 +434,10 @@ class RewardModelConfig(EngineChoice):
     def limit(self) -> BatchLimit:
         """Size of a scoring micro-batch."""
         return batch_limit(
-            "reward_model", self.use_dynamic_bsz, self.micro_batch_size_per_gpu, self.max_token_len_per_gpu, ""
+            "reward_model",
+            self.use_dynamic_bsz,
+            self.micro_batch_size_per_gpu,
+            self.max_token_len_per_gpu,
+            "",
+            ranks=self.ulysses_sequence_parallel_size,
         )

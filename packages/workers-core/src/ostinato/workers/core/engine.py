@@ -111,11 +111,13 @@ class TrainEngine(Protocol):
         *,
         entropy: bool = False,
         sum_pi_squared: bool = False,
+        adapter: bool = True,
     ) -> list[T] | None:
         """Run micro-batches without gradients.
 
         Every rank passes the same number of micro-batches (some may hold no row). Ranks that do not see the outputs
-        (all but the last pipeline stage) return None.
+        (all but the last pipeline stage) return None. `adapter=False` runs the folder's own model where low-rank
+        adapters are trained; nobody passes it elsewhere, so an engine without adapters need not take it.
         """
         ...
 

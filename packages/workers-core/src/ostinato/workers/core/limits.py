@@ -27,7 +27,7 @@ class BatchLimit:
 
 
 def batch_limit(
-    key: str, dynamic: bool | None, micro_batch_size: int | None, max_tokens: int, names: str
+    key: str, dynamic: bool | None, micro_batch_size: int | None, max_tokens: int, names: str, *, ranks: int = 1
 ) -> BatchLimit:
     """Resolve the three keys of one phase.
 
@@ -37,6 +37,7 @@ def batch_limit(
         micro_batch_size: rows a GPU, or None.
         max_tokens: token budget a GPU.
         names: prefix of the three keys (`ppo_`, `log_prob_`, ...).
+        ranks: how many share the tokens of a micro-batch.
 
     Returns:
         The one limit that holds.
@@ -44,10 +45,11 @@ def batch_limit(
     Raises:
         ConfigError: a limit is not positive, or dynamic is off and no size is given.
     """
+    require(ranks >= 1, f"{key}.ulysses_sequence_parallel_size", "at least 1", ranks)
     use_dynamic = micro_batch_size is None if dynamic is None else dynamic
     if use_dynamic:
         require(max_tokens >= 1, f"{key}.{names}max_token_len_per_gpu", "at least 1", max_tokens)
-        return BatchLimit(max_tokens=max_tokens)
+        return BatchLimit(max_tokens=max_tokens * ranks)
     if micro_batch_size is None:
         raise ConfigError(
             f"{key}.{names}micro_batch_size_per_gpu: expected a number of rows, because dynamic micro-batches are "

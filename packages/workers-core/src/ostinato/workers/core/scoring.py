@@ -33,16 +33,14 @@ def scored(
     packer: Packer,
     read: Reader,
     limit: BatchLimit,
-    *,
-    entropy: bool = False,
-    sum_pi_squared: bool = False,
+    **asked: bool,
 ) -> Outputs | None:
-    """Bring the parameters to the device and run `token_columns` in micro-batches under a limit."""
+    """Bring the parameters to the device and run `token_columns` in micro-batches under a limit.
+
+    `asked` is what `TrainEngine.forward` is asked for.
+    """
     with part.inference():
-        plan = planned(part.engine, batch, limit)
-        return token_columns(
-            part.engine, batch, packer, read, plan=plan, entropy=entropy, sum_pi_squared=sum_pi_squared
-        )
+        return token_columns(part.engine, batch, packer, read, plan=planned(part.engine, batch, limit), **asked)
 
 
 def token_columns(
@@ -52,8 +50,7 @@ def token_columns(
     read: Reader,
     *,
     plan: Sequence[Sequence[int]],
-    entropy: bool = False,
-    sum_pi_squared: bool = False,
+    **asked: bool,
 ) -> Outputs | None:
     """Run the model over this rank's rows and lay its outputs out as columns.
 
@@ -63,8 +60,7 @@ def token_columns(
         packer: makes a packed micro-batch of some rows.
         read: picks the (N,) outputs that are wanted, by name.
         plan: rows of each micro-batch, of `planned`.
-        entropy: ask the engine for entropies.
-        sum_pi_squared: ask the engine for Σπ².
+        asked: what the engine's `forward` is asked for beyond log-probabilities or values (`entropy`, ...).
 
     Returns:
         Name -> (B, R) float32 on the host, exactly 0 where no output belongs; None on a rank that sees no outputs.
@@ -74,12 +70,12 @@ def token_columns(
         return {name: packed.to_response(values.float()) for name, values in read(outputs).items()}
 
     packed = [packer(batch[list(group)]) for group in plan]
-    collected = engine.forward(packed, collect, entropy=entropy, sum_pi_squared=sum_pi_squared)
+    collected = engine.forward(packed, collect, **asked)
     if collected is None:
         return None
     assert batch.batch is not None, "packing has checked that there are tensor columns"
     shape = batch.batch["response_mask"].shape
-    names = list(collected[0]) if collected else list(read(_no_outputs(entropy, sum_pi_squared)))
+    names = list(collected[0]) if collected else list(read(_no_outputs(**asked)))
     columns = {name: torch.zeros(shape, dtype=torch.float32) for name in names}
     for group, part in zip(plan, collected, strict=True):
         if group:
@@ -108,7 +104,7 @@ def values_as(name: str) -> Reader:
     return read
 
 
-def _no_outputs(entropy: bool, sum_pi_squared: bool) -> TokenOutputs:
+def _no_outputs(*, entropy: bool = False, sum_pi_squared: bool = False, **_: bool) -> TokenOutputs:
     none = torch.zeros(0)
     return TokenOutputs(
         log_probs=none,

@@ -11,11 +11,13 @@ import inspect
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from ostinato.workers.fsdp.errors import ModelLoadError
+from ostinato.workers.fsdp.ulysses import heads_of_all_tokens, tokens_with_all_heads
 
 VARLEN = "varlen"
 _REGISTERED = "ostinato_varlen"
@@ -69,6 +71,7 @@ def varlen_attention(
     sliding_window: int | None = None,
     cu_seq_lens_q: torch.Tensor | None = None,
     max_length_q: int | None = None,
+    sequence_group: dist.ProcessGroup | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """Causal attention inside each row, with transformers' calling convention.
@@ -85,6 +88,8 @@ def varlen_attention(
         sliding_window: How many tokens back a token sees, itself included; None is all.
         cu_seq_lens_q: (b + 1,) int32, where each row begins; the last entry is T.
         max_length_q: Length of the longest row.
+        sequence_group: Ranks that hold the other tokens of the pack, in equal consecutive parts; T is then this rank's
+            part, and `cu_seq_lens_q` ends at the number of tokens of all. None: T is all.
         others: What layers pass to every attention. A changed score (soft cap, sinks) is refused.
 
     Returns:
@@ -97,10 +102,26 @@ def varlen_attention(
             f"attn_implementation={VARLEN}: {why}, which this attention does not do. Set "
             "model.override_config.attn_implementation=sdpa."
         )
+    if sequence_group is not None:
+        query, key, value = (heads_of_all_tokens(x, sequence_group) for x in (query, key, value))
+    out = _within_rows(query, key, value, scaling, sliding_window, cu_seq_lens_q, max_length_q)
+    return out if sequence_group is None else tokens_with_all_heads(out, sequence_group), None
+
+
+def _within_rows(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scaling: float | None,
+    sliding_window: int | None,
+    cu_seqlens: torch.Tensor,
+    longest: int,
+) -> torch.Tensor:
+    """`varlen_attention` where one rank has all tokens of its heads."""
     window = (-1 if sliding_window is None else sliding_window - 1, 0)
     if query.device.type == "cuda" and query.dtype in _HALF:
-        return _kernel(query, key, value, scaling, window, cu_seq_lens_q, max_length_q)[None], None
-    return _padded(query, key, value, scaling, window[0], cu_seq_lens_q), None
+        return _kernel(query, key, value, scaling, window, cu_seqlens, longest)[None]
+    return _padded(query, key, value, scaling, window[0], cu_seqlens)
 
 
 def _kernel(

@@ -1,14 +1,14 @@
 """A model from a Hugging Face folder, laid out over the ranks of a mesh.
 
 Every rank makes the model on the meta device and shards it there; rank 0 alone reads the folder and sends one weight
-after another, so that no other rank ever holds the whole model.
+after another. No rank ever holds the whole model, unless the folder keeps its weights in another form than the model
+does: then rank 0 makes it from the folder first.
 """
 
 from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any, cast
 
@@ -28,9 +28,13 @@ from transformers import (
 from ostinato.rollout.model_config import ATTENTION, read_model_config
 from ostinato.workers.core.config import ModelConfig
 from ostinato.workers.core.engine import Head
-from ostinato.workers.fsdp.attention import VARLEN, choose_attention
+from ostinato.workers.fsdp.attention import VARLEN, choose_attention, registered_name
 from ostinato.workers.fsdp.config import FsdpConfig, torch_dtype
 from ostinato.workers.fsdp.errors import ModelLoadError
+from ostinato.workers.fsdp.folder import Read, loose_tensors, open_folder
+from ostinato.workers.fsdp.head import fuse_head
+from ostinato.workers.fsdp.lora import add_adapter, first_value, folder_name, is_adapter, keep_frozen_in
+from ostinato.workers.fsdp.ulysses import check_model
 
 logger = logging.getLogger(__name__)
 
@@ -145,13 +149,48 @@ def load_full_module(
                 f"model.path {model.path}: expected a trained head `score.weight`, found none "
                 f"(architectures {config.architectures}). Give the folder of a sequence classifier with one label."
             )
-        generator = torch.Generator().manual_seed(VALUE_HEAD_SEED)
-        with torch.no_grad():
-            module.score.weight.normal_(0.0, VALUE_HEAD_STD, generator=generator)
+        module.score.weight.data = fresh_value_head(module.score.weight)
         logger.info("%s has no value head; a fresh one starts near 0.", model.path)
     if missing:
         raise ModelLoadError(f"model.path {model.path}: weights are missing from the folder: {sorted(missing)[:5]} …")
     return module
+
+
+def fresh_value_head(like: torch.Tensor) -> torch.Tensor:
+    """A value head's first weight, the same in every run."""
+    generator = torch.Generator().manual_seed(VALUE_HEAD_SEED)
+    return torch.empty(like.shape, dtype=like.dtype).normal_(0.0, VALUE_HEAD_STD, generator=generator)
+
+
+def read_weights(
+    model: ModelConfig, config: PretrainedConfig, head: Head, module: nn.Module, dtype: torch.dtype, *, trainable: bool
+) -> Read:
+    """How rank 0 comes to each weight: straight from the folder where that can be, else from the whole model.
+
+    Args:
+        model: Which folder.
+        config: What `read_config` gave.
+        head: "lm" or "value".
+        module: The model without storage, not sharded yet.
+        dtype: Type of the whole model.
+        trainable: False makes a trained value head compulsory.
+
+    Raises:
+        ModelLoadError: The folder does not hold such a model.
+    """
+
+    def made(name: str) -> torch.Tensor:
+        if head == "value" and trainable and name == "score.weight":
+            return fresh_value_head(cast(Any, module).score.weight)
+        raise KeyError(name)
+
+    read = open_folder(model.path, module, made)
+    if read is not None:
+        return read
+    full = load_full_module(model, config, head, dtype, require_head=not trainable)
+    sources = {name: parameter.detach() for name, parameter in full.named_parameters()}
+    sources |= {name: getattr(child, attribute) for child, attribute, name in loose_tensors(full)}
+    return lambda name: sources[folder_name(name)]
 
 
 def layer_classes(module: nn.Module, names: tuple[str, ...]) -> set[str]:
@@ -207,36 +246,26 @@ def shard(module: nn.Module, mesh: DeviceMesh, device: torch.device, config: Fsd
     return sharded
 
 
-def _loose_tensors(module: nn.Module) -> Iterator[tuple[nn.Module, str, str]]:
-    """Buffers, and tensors that a module keeps as plain attributes: (owner, attribute, full name)."""
-    for prefix, child in module.named_modules():
-        for name in [*child._buffers, *(key for key, value in vars(child).items() if isinstance(value, torch.Tensor))]:
-            if getattr(child, name) is not None:
-                yield child, name, f"{prefix}.{name}"
-
-
-def send_weights(module: nn.Module, full: nn.Module | None, device: torch.device, *, host: bool) -> None:
-    """Fill a sharded model without storage from rank 0's whole model, one tensor after another.
+def send_weights(module: nn.Module, read: Read | None, device: torch.device, *, host: bool) -> None:
+    """Fill a sharded model without storage with what rank 0 reads, one tensor after another.
 
     Args:
         module: The sharded model on the meta device.
-        full: The whole model on rank 0, None elsewhere.
+        read: Gives each weight on rank 0, None elsewhere.
         device: Where weights are sent.
         host: Keep the shards in host memory (`offload_policy`).
     """
-    sources: dict[str, torch.Tensor] = {}
-    if full is not None:
-        sources = dict(full.named_parameters())
-        sources |= {name: getattr(child, attribute) for child, attribute, name in _loose_tensors(full)}
-    loose = list(_loose_tensors(module))
+    loose = list(loose_tensors(module))
     shapes = [(child, attribute, name, getattr(child, attribute)) for child, attribute, name in loose]
     module.to_empty(device="cpu" if host else device)
 
     def receive(name: str, like: torch.Tensor) -> torch.Tensor:
-        if full is None:
+        if is_adapter(name):
+            return first_value(name, like).to(device)
+        if read is None:
             tensor = torch.empty(like.shape, dtype=like.dtype, device=device)
         else:
-            tensor = sources[name].detach().to(device=device, dtype=like.dtype).contiguous()
+            tensor = read(name).to(device=device, dtype=like.dtype).contiguous()
         dist.broadcast(tensor, src=0)
         return tensor
 
@@ -275,15 +304,23 @@ def build_module(
     """
     hf_config = read_config(model, head)
     module = make_meta_module(model, hf_config, head, config.master_dtype)
-    set_attention(module, model)
     module.requires_grad_(trainable)
+    if trainable and model.lora_rank > 0:
+        add_adapter(module, model, head)
+        keep_frozen_in(module, config.compute_dtype(device))
+    if head == "lm" and model.use_fused_kernels:
+        fuse_head(module)
+    set_attention(module, model)
+    if config.ulysses_sequence_parallel_size > 1:
+        attention = cast(Any, module).config._attn_implementation
+        check_model(module, config.ulysses_sequence_parallel_size, attention, registered_name(VARLEN))
     if trainable and model.enable_gradient_checkpointing:
         module.gradient_checkpointing_enable({"use_reentrant": False})  # pyright: ignore[reportCallIssue]
-    full: nn.Module | None = None
+    read: Read | None = None
     failure: list[ModelLoadError | None] = [None]
     if dist.get_rank() == 0:
         try:
-            full = load_full_module(model, hf_config, head, config.master_dtype, require_head=not trainable)
+            read = read_weights(model, hf_config, head, module, config.master_dtype, trainable=trainable)
         except Exception as error:  # every rank must learn of it, or the others wait for weights
             logger.exception("%s could not be loaded", model.path)
             failure = [
@@ -293,5 +330,5 @@ def build_module(
     if failure[0] is not None:
         raise failure[0]
     units = shard(module, mesh, device, config)
-    send_weights(module, full, device, host=config.offload_policy)
+    send_weights(module, read, device, host=config.offload_policy)
     return module, units

@@ -57,6 +57,7 @@ class FsdpConfig:
         forward_prefetch: Start gathering the next layer before the current one has finished.
         wrap_policy: `transformer_layer_cls_to_wrap`: class names of the blocks that are sharded on their own, in place
             of the model's own list.
+        ulysses_sequence_parallel_size: ranks that share the tokens of a micro-batch; filled in from the role's key.
     """
 
     param_offload: bool = False
@@ -70,6 +71,7 @@ class FsdpConfig:
     defer_gradient_sync: bool = True
     forward_prefetch: bool = False
     wrap_policy: dict[str, Any] = field(default_factory=dict)
+    ulysses_sequence_parallel_size: int = field(default=1, metadata={"derived": True})
 
     def __post_init__(self) -> None:
         """Check every value.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import fields
 from difflib import get_close_matches
 from pathlib import Path
@@ -17,18 +18,21 @@ from torch.distributed.fsdp import FSDPModule
 
 from ostinato.controller.topology import Coordinates
 from ostinato.workers.core.config import ModelConfig
-from ostinato.workers.core.engine import Head, LossFn, OutputFn, PendingSave, StepStats, TokenOutputs
+from ostinato.workers.core.engine import Head, LossFn, OutputFn, StepStats, TokenOutputs
 from ostinato.workers.core.microbatch import PackedRows
 from ostinato.workers.core.optim import OptimConfig, lr_factor
 from ostinato.workers.fsdp import checkpoint
+from ostinato.workers.fsdp.activations import ActivationOffload
 from ostinato.workers.fsdp.build import build_module
 from ostinato.workers.fsdp.config import FsdpConfig
 from ostinato.workers.fsdp.errors import EngineStateError, FsdpConfigError
-from ostinato.workers.fsdp.mesh import build_mesh, coordinates, shard_group, training_device
-from ostinato.workers.fsdp.offload import Mover, free_device_cache
+from ostinato.workers.fsdp.lora import without_adapter
+from ostinato.workers.fsdp.mesh import Rows, build_mesh, divide_rows, shard_group, training_device
+from ostinato.workers.fsdp.offload import free_device_cache, move_optimizer, move_parameters
 from ostinato.workers.fsdp.optim import build_optimizer, gradient_norm, scale_gradients
 from ostinato.workers.fsdp.packing import token_outputs
-from ostinato.workers.fsdp.weights import FsdpWeightSource, reshard_all
+from ostinato.workers.fsdp.scaling import LossScale, first_scale
+from ostinato.workers.fsdp.weights import FsdpWeightSource, reshard_all, save_adapter
 
 T = TypeVar("T")
 HOST = torch.device("cpu")
@@ -82,13 +86,13 @@ class FsdpEngine:
         self._module: nn.Module | None = None
         self._units: list[FSDPModule] = []
         self._mesh: DeviceMesh | None = None
+        self._rows: Rows | None = None
         self._device = HOST
         self._optimizer: torch.optim.Optimizer | None = None
+        self._activations: ActivationOffload | None = None
         self._counters = {"steps": 0, "skipped": 0}
         self._params_here = True
         self._optimizer_here = True
-        self._mover = Mover(HOST)
-        self._writer: checkpoint.BackgroundWriter | None = None
 
     def build(self) -> None:
         """Load the model, shard it and make the optimizer; collective over all ranks.
@@ -103,19 +107,25 @@ class FsdpEngine:
         if self._optim_config is not None:
             self._optim_config.check_resolved()
         self._device = training_device()
-        self._mover = Mover(self._device)
         self._mesh = build_mesh(self._device.type, self._config.fsdp_size)
+        self._rows = divide_rows(self._device.type, self._config.ulysses_sequence_parallel_size)
         self._module, self._units = build_module(
             self._model_config, self._head, self._mesh, self._device, self._config, trainable=self._trainable
         )
         if self._optim_config is not None:
             fused = self._device.type == "cuda" and not self._config.offload_policy
-            self._optimizer = build_optimizer(self._module.parameters(), self._optim_config, fused=fused)
+            trained = [parameter for parameter in self._module.parameters() if parameter.requires_grad]
+            self._optimizer = build_optimizer(trained, self._optim_config, fused=fused)
+            self._counters |= first_scale(self._config.compute_dtype(self._device)).counters
+            if self._model_config.enable_activation_offload and self._device.type != "cpu":
+                self._activations = ActivationOffload(self._device)
 
     @property
     def coordinates(self) -> Coordinates:
-        """Every rank is a data-parallel rank and answers for itself."""
-        return coordinates()
+        """This rank's place; ranks that share the tokens of a micro-batch are one data-parallel rank."""
+        if self._rows is None:
+            raise EngineStateError("FsdpEngine.coordinates: the engine is not built; call build() on every rank first.")
+        return self._rows.coordinates
 
     @property
     def device(self) -> torch.device:
@@ -134,12 +144,13 @@ class FsdpEngine:
         *,
         entropy: bool = False,
         sum_pi_squared: bool = False,
+        adapter: bool = True,
     ) -> list[T]:
         """Run micro-batches without gradients; every rank passes the same number of them."""
         module = self._module_here("forward")
         module.eval()
         try:
-            with torch.no_grad():
+            with torch.no_grad(), nullcontext() if adapter else without_adapter(module):
                 return [
                     fn(self._outputs(module, packed, entropy, sum_pi_squared)[0], packed) for packed in micro_batches
                 ]
@@ -155,9 +166,10 @@ class FsdpEngine:
         try:
             for index, packed in enumerate(micro_batches):
                 self._set_gradient_sync(last=index == len(micro_batches) - 1)
-                outputs, zero = self._outputs(module, packed, entropy)
+                with self._activations.parking() if self._activations is not None else nullcontext():
+                    outputs, zero = self._outputs(module, packed, entropy)
                 loss, result = fn(outputs, packed)
-                (loss + zero).backward()
+                (loss * self._loss_scale.factor + zero).backward()
                 results.append(result)
         finally:
             reshard_all(self._units)
@@ -167,7 +179,7 @@ class FsdpEngine:
         """Clip by the global norm, step, advance the schedule, zero the gradients.
 
         A gradient norm that is not finite leaves weights and optimizer state as they are; the schedule advances, so
-        that it ends with the run.
+        that it ends with the run. In float16 such a step is also how the loss scale finds its size.
 
         Raises:
             EngineStateError: The engine is frozen, or its state lies in host memory.
@@ -180,36 +192,38 @@ class FsdpEngine:
                 "FsdpEngine.optimizer_step: the optimizer state lies in host memory; call onload(optimizer=True) first."
             )
         parameters = list(module.parameters())
-        norm = gradient_norm(parameters, shard_group(cast(DeviceMesh, self._mesh)), self._device)
+        scale = self._loss_scale
+        norm = gradient_norm(parameters, shard_group(cast(DeviceMesh, self._mesh)), self._device) / scale.factor
         lr = optim.lr * lr_factor(self._counters["steps"], optim)
         skipped = not math.isfinite(norm)
         if not skipped:
-            if norm > optim.grad_clip:
-                scale_gradients(parameters, optim.grad_clip / norm)
-            self._mover.wait()
+            factor = (optim.grad_clip / norm if norm > optim.grad_clip else 1.0) / scale.factor
+            if factor != 1.0:
+                scale_gradients(parameters, factor)
             for group in optimizer.param_groups:
                 group["lr"] = lr
             optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         self._counters["steps"] += 1
         self._counters["skipped"] += skipped
+        self._counters |= scale.after(finite=not skipped).counters
         return StepStats(grad_norm=norm, lr=lr, skipped=skipped)
 
     def reduce(self, values: torch.Tensor) -> torch.Tensor:
-        """Sum a small tensor over all ranks; the result has the operand's type and device."""
+        """Sum a small tensor over the data-parallel ranks; the result has the operand's type and device."""
         self._module_or_raise("reduce")
         total = values.detach().to(self._device, copy=True)
-        dist.all_reduce(total)
+        dist.all_reduce(total, group=cast(Rows, self._rows).data)
         return total.to(values.device)
 
     def onload(self, *, params: bool = True, optimizer: bool = True) -> None:
         """Bring parameters and optimizer state to the device; what is there already stays."""
         module = self._module_or_raise("onload")
         if params and not self._params_here:
-            self._move(lambda: self._mover.parameters_to_device(module))
+            self._move(lambda: move_parameters(module, self._device))
             self._params_here = True
         if optimizer and not self._optimizer_here:
-            self._move_optimizer(self._mover.optimizer_to_device)
+            self._move_optimizer(self._device)
             self._optimizer_here = True
 
     def offload(self, *, params: bool = True, optimizer: bool = True) -> None:
@@ -217,10 +231,10 @@ class FsdpEngine:
         module = self._module_or_raise("offload")
         if params and self._params_here:
             reshard_all(self._units)
-            self._move(lambda: self._mover.parameters_to_host(module))
+            self._move(lambda: move_parameters(module, HOST))
             self._params_here = False
         if optimizer and self._optimizer_here:
-            self._move_optimizer(self._mover.optimizer_to_host)
+            self._move_optimizer(HOST)
             self._optimizer_here = False
         free_device_cache(self._device)
 
@@ -233,24 +247,13 @@ class FsdpEngine:
         module = self._module_or_raise("weight_source")
         return FsdpWeightSource(module, self._units, self._device, dtype or self._config.compute_dtype(self._device))
 
-    def save(self, path: Path, *, background: bool = False) -> PendingSave | None:
-        """Write model, optimizer, schedule and random state under `path`; collective.
-
-        Args:
-            path: The folder.
-            background: Copy everything to host memory, and write from there while training goes on.
-
-        Raises:
-            CheckpointError: It cannot be written.
-        """
+    def save(self, path: Path) -> None:
+        """Write model, optimizer, schedule and random state under `path`; collective."""
         module = self._module_or_raise("save")
         reshard_all(self._units)
-        self._mover.wait()
-        state = checkpoint.state_to_save(module, self._optimizer, self._counters, self._device)
-        if not background:
-            return checkpoint.save(Path(path), state)
-        self._writer = self._writer or checkpoint.BackgroundWriter(self._device)
-        return self._writer.start(Path(path), state)
+        if self._trainable and self._model_config.lora_rank > 0:
+            save_adapter(Path(path), module, self._model_config, self._device)
+        checkpoint.save(Path(path), module, self._optimizer, self._counters, self._device)
 
     def load(self, path: Path) -> None:
         """Read what `save` wrote, at any number of ranks; collective.
@@ -260,16 +263,26 @@ class FsdpEngine:
         """
         module = self._module_or_raise("load")
         reshard_all(self._units)
-        self._mover.wait()
         self._counters = checkpoint.load(Path(path), module, self._optimizer, self._counters, self._device)
         if not self._optimizer_here:
-            self._move_optimizer(self._mover.optimizer_to_host)
+            self._move_optimizer(HOST)
 
     def _outputs(
         self, module: nn.Module, packed: PackedRows, entropy: bool, sum_pi_squared: bool = False
     ) -> tuple[TokenOutputs, torch.Tensor]:
-        padded = not self._model_config.use_remove_padding
-        return token_outputs(module, self._head, packed, entropy=entropy, sum_pi_squared=sum_pi_squared, padded=padded)
+        return token_outputs(
+            module,
+            self._head,
+            packed,
+            entropy=entropy,
+            sum_pi_squared=sum_pi_squared,
+            padded=not self._model_config.use_remove_padding,
+            group=cast(Rows, self._rows).sequence,
+        )
+
+    @property
+    def _loss_scale(self) -> LossScale:
+        return LossScale.of(self._counters)
 
     def _set_gradient_sync(self, *, last: bool) -> None:
         root = self._units[-1]
@@ -283,10 +296,10 @@ class FsdpEngine:
         if self._device.type != "cpu" and not self._config.offload_policy:
             move()
 
-    def _move_optimizer(self, move: Callable[[torch.optim.Optimizer], None]) -> None:
+    def _move_optimizer(self, device: torch.device) -> None:
         if self._optimizer is not None:
             optimizer = self._optimizer
-            self._move(lambda: move(optimizer))
+            self._move(lambda: move_optimizer(optimizer, device))
 
     def _module_or_raise(self, method: str) -> nn.Module:
         if self._module is None:

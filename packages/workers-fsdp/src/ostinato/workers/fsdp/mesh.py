@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ostinato.controller.topology import Coordinates
 from ostinato.workers.fsdp.errors import FsdpConfigError, ProcessGroupMissingError
+from ostinato.workers.fsdp.ulysses import KEY
 
 SHARD = "shard"
 REPLICATE = "replicate"
@@ -57,6 +60,39 @@ def shard_group(mesh: DeviceMesh) -> dist.ProcessGroup:
     return mesh.get_group(SHARD)
 
 
-def coordinates() -> Coordinates:
-    """This rank's place: every rank trains on its own rows, replicas too."""
-    return Coordinates(dp_rank=dist.get_rank(), dp_size=dist.get_world_size())
+@dataclass(frozen=True)
+class Rows:
+    """Which rows a rank trains on, and who shares them.
+
+    Attributes:
+        coordinates: Its data-parallel place: ranks that share a micro-batch's tokens share it, the first one answers.
+        data: One rank of every such group, this one's column; sums over rows go over these.
+        sequence: The ranks that share the tokens of this one's micro-batches; None where it has them alone.
+    """
+
+    coordinates: Coordinates
+    data: dist.ProcessGroup | None
+    sequence: dist.ProcessGroup | None
+
+
+def divide_rows(device_type: str, sequence_size: int) -> Rows:
+    """Divide the ranks into groups of neighbours that share the tokens of a micro-batch; collective.
+
+    Args:
+        device_type: "cpu" or "cuda".
+        sequence_size: Ranks of a group. With 1 every rank trains on its own rows, replicas too.
+
+    Raises:
+        FsdpConfigError: The world size is no multiple of it.
+    """
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    if world_size % sequence_size:
+        raise FsdpConfigError(f"{KEY}: expected a divisor of the world size {world_size}, got {sequence_size}.")
+    dp_rank, place = divmod(rank, sequence_size)
+    coordinates = Coordinates(dp_rank, world_size // sequence_size, answers=place == 0, cp_rank=place)
+    if sequence_size == 1:
+        return Rows(coordinates, None, None)
+    mesh = init_device_mesh(
+        device_type, (world_size // sequence_size, sequence_size), mesh_dim_names=("data", "sequence")
+    )
+    return Rows(coordinates, mesh.get_group("data"), mesh.get_group("sequence"))

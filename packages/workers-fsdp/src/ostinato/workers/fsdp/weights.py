@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import cast
 
 import torch
@@ -14,7 +15,9 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from ostinato.rollout.base import TensorSpec
-from ostinato.workers.fsdp.errors import ModelLoadError
+from ostinato.workers.core.config import ModelConfig
+from ostinato.workers.fsdp.errors import CheckpointError, ModelLoadError
+from ostinato.workers.fsdp.lora import FOLDER, adapters_of, folder_name, is_adapter, merge, write_adapter
 
 
 def reshard_all(units: Sequence[FSDPModule]) -> None:
@@ -69,7 +72,8 @@ class FsdpWeightSource:
     """A `WeightSource` over a sharded model.
 
     A weight that is tied to another appears once, under the name that the model's folder has for it. Where transformers
-    keeps several of the folder's tensors as one (the experts of a mixture), they are taken apart again.
+    keeps several of the folder's tensors as one (the experts of a mixture), they are taken apart again. An adapter
+    comes merged into its weight.
 
     Args:
         module: The sharded model.
@@ -89,7 +93,9 @@ class FsdpWeightSource:
         meta = {
             name: torch.empty(parameter.shape, dtype=dtype, device="meta")
             for name, parameter in module.named_parameters()
+            if not is_adapter(name)
         }
+        self._adapters = adapters_of(module)
         self._names = {name: tuple(self._in_folder(name, tensor)) for name, tensor in meta.items()}
         # Most weights are whole tensors of the folder; asking transformers about each one anew takes longer than
         # gathering it.
@@ -98,7 +104,8 @@ class FsdpWeightSource:
             for name, names in self._names.items()
             if len(names) == 1 and self._in_folder(name, meta[name])[names[0]] is meta[name]
         }
-        together = revert_weight_conversion(cast(PreTrainedModel, module), dict(meta))
+        whole = {folder_name(name): tensor for name, tensor in meta.items()}
+        together = revert_weight_conversion(cast(PreTrainedModel, module), whole)
         if {name for names in self._names.values() for name in names} != set(together):
             raise ModelLoadError(
                 f"FsdpWeightSource: {type(module).__name__} keeps its weights in a form that cannot be taken apart one "
@@ -120,13 +127,50 @@ class FsdpWeightSource:
         Parameters may lie on the device or in host memory. At most one gathered parameter is held at a time.
         """
         reshard_all(self._units)
-        with torch.no_grad():
-            for name, parameter in self._module.named_parameters():
-                full = gather(cast(DTensor, parameter), self._device, self._dtype)
-                if name in self._plain:
-                    yield self._plain[name], full
-                else:
-                    yield from self._in_folder(name, full).items()
+        # No `no_grad` around a yield: the one who asks for weights would be under it too.
+        for name, parameter in self._module.named_parameters():
+            if is_adapter(name):
+                continue
+            full = self._full(parameter, self._dtype)
+            if name in self._adapters:
+                *adapter, factor = self._adapters[name]
+                a, b = (self._full(part, torch.float32) for part in adapter)
+                full = merge(full, a, b, factor)
+            if name in self._plain:
+                yield self._plain[name], full
+            else:
+                yield from self._in_folder(name, full).items()
+
+    def _full(self, parameter: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
+        return gather(cast(DTensor, parameter), self._device, dtype)
 
     def _in_folder(self, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-        return revert_weight_conversion(cast(PreTrainedModel, self._module), {name: tensor})
+        return revert_weight_conversion(cast(PreTrainedModel, self._module), {folder_name(name): tensor})
+
+
+def save_adapter(path: Path, module: nn.Module, model: ModelConfig, device: torch.device) -> None:
+    """Write the adapter beside a checkpoint, in PEFT's format; collective, rank 0 writes.
+
+    Args:
+        path: The checkpoint's folder.
+        module: The sharded model, resharded.
+        model: What the adapter is for.
+        device: Where tensors are gathered.
+
+    Raises:
+        CheckpointError: It cannot be written; raised on every rank.
+    """
+    tensors = {
+        name: gather(cast(DTensor, parameter), device, parameter.dtype)
+        for name, parameter in module.named_parameters()
+        if parameter.requires_grad
+    }
+    failure: list[CheckpointError | None] = [None]
+    if dist.get_rank() == 0:
+        try:
+            write_adapter(path / FOLDER, tensors, model, module)
+        except CheckpointError as error:
+            failure = [error]
+    dist.broadcast_object_list(failure, src=0)
+    if failure[0] is not None:
+        raise failure[0]

@@ -113,6 +113,21 @@ def check_padded(make_engine: MakeEngine, workspace: Path) -> None:
         assert_near("gradient norm", second[1].grad_norm, first[1].grad_norm)
 
 
+def check_logits(make_engine: MakeEngine, workspace: Path) -> None:
+    """`use_fused_kernels=False` gives the same numbers as the default, tied or not."""
+    for name in ("lm", "tied"):
+        fused = start(make_engine, workspace / name, optim=STILL)
+        plain = start(make_engine, workspace / name, optim=STILL, use_fused_kernels=False)
+        rows = make_rows(5, seed=3)
+        first, second = fused.train(rows, 3), plain.train(rows, 3)
+        assert_near("loss", second[0], first[0])
+        assert_near("gradient norm", second[1].grad_norm, first[1].grad_norm)
+        got, expected = fused.outputs(rows, 3), plain.outputs(rows, 3)
+        for ours, theirs in zip(got or [], expected or [], strict=True):
+            for key, value in ours.items():
+                torch.testing.assert_close(value, theirs[key], rtol=1e-5, atol=5e-6)
+
+
 def check_split_invariance(make_engine: MakeEngine, workspace: Path) -> None:
     """H-58: loss and gradient do not depend on how rows are split over micro-batches; gradients are plain sums."""
     driver = start(make_engine, workspace / "lm", optim=STILL)
@@ -314,6 +329,7 @@ CHECKS: tuple[Check, ...] = (
     check_values,
     check_parity,
     check_padded,
+    check_logits,
     check_split_invariance,
     check_empty_micro_batches,
     check_rank_without_tokens,
