@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from ostinato.controller.topology import Coordinates
 from ostinato.workers.core.config import ModelConfig
-from ostinato.workers.core.engine import Head, LossFn, OutputFn, StepStats, TokenOutputs
+from ostinato.workers.core.engine import Head, LossFn, OutputFn, PendingSave, StepStats, TokenOutputs
 from ostinato.workers.core.microbatch import PackedRows
 from ostinato.workers.core.optim import OptimConfig, lr_factor
 from ostinato.workers.fsdp import checkpoint
@@ -28,7 +28,7 @@ from ostinato.workers.fsdp.config import FsdpConfig
 from ostinato.workers.fsdp.errors import EngineStateError, FsdpConfigError
 from ostinato.workers.fsdp.lora import without_adapter
 from ostinato.workers.fsdp.mesh import Rows, build_mesh, divide_rows, shard_group, training_device
-from ostinato.workers.fsdp.offload import free_device_cache, move_optimizer, move_parameters
+from ostinato.workers.fsdp.offload import Mover, free_device_cache
 from ostinato.workers.fsdp.optim import build_optimizer, gradient_norm, scale_gradients
 from ostinato.workers.fsdp.packing import token_outputs
 from ostinato.workers.fsdp.scaling import LossScale, first_scale
@@ -93,6 +93,8 @@ class FsdpEngine:
         self._counters = {"steps": 0, "skipped": 0}
         self._params_here = True
         self._optimizer_here = True
+        self._mover = Mover(HOST)
+        self._writer: checkpoint.BackgroundWriter | None = None
 
     def build(self) -> None:
         """Load the model, shard it and make the optimizer; collective over all ranks.
@@ -107,6 +109,7 @@ class FsdpEngine:
         if self._optim_config is not None:
             self._optim_config.check_resolved()
         self._device = training_device()
+        self._mover = Mover(self._device)
         self._mesh = build_mesh(self._device.type, self._config.fsdp_size)
         self._rows = divide_rows(self._device.type, self._config.ulysses_sequence_parallel_size)
         self._module, self._units = build_module(
@@ -200,6 +203,7 @@ class FsdpEngine:
             factor = (optim.grad_clip / norm if norm > optim.grad_clip else 1.0) / scale.factor
             if factor != 1.0:
                 scale_gradients(parameters, factor)
+            self._mover.wait()
             for group in optimizer.param_groups:
                 group["lr"] = lr
             optimizer.step()
@@ -220,10 +224,10 @@ class FsdpEngine:
         """Bring parameters and optimizer state to the device; what is there already stays."""
         module = self._module_or_raise("onload")
         if params and not self._params_here:
-            self._move(lambda: move_parameters(module, self._device))
+            self._move(lambda: self._mover.parameters_to_device(module))
             self._params_here = True
         if optimizer and not self._optimizer_here:
-            self._move_optimizer(self._device)
+            self._move_optimizer(self._mover.optimizer_to_device)
             self._optimizer_here = True
 
     def offload(self, *, params: bool = True, optimizer: bool = True) -> None:
@@ -231,10 +235,10 @@ class FsdpEngine:
         module = self._module_or_raise("offload")
         if params and self._params_here:
             reshard_all(self._units)
-            self._move(lambda: move_parameters(module, HOST))
+            self._move(lambda: self._mover.parameters_to_host(module))
             self._params_here = False
         if optimizer and self._optimizer_here:
-            self._move_optimizer(HOST)
+            self._move_optimizer(self._mover.optimizer_to_host)
             self._optimizer_here = False
         free_device_cache(self._device)
 
@@ -247,13 +251,26 @@ class FsdpEngine:
         module = self._module_or_raise("weight_source")
         return FsdpWeightSource(module, self._units, self._device, dtype or self._config.compute_dtype(self._device))
 
-    def save(self, path: Path) -> None:
-        """Write model, optimizer, schedule and random state under `path`; collective."""
+    def save(self, path: Path, *, background: bool = False) -> PendingSave | None:
+        """Write model, optimizer, schedule and random state under `path`; collective.
+
+        Args:
+            path: The folder.
+            background: Copy everything to host memory, and write from there while training goes on.
+
+        Raises:
+            CheckpointError: It cannot be written.
+        """
         module = self._module_or_raise("save")
         reshard_all(self._units)
+        self._mover.wait()
         if self._trainable and self._model_config.lora_rank > 0:
             save_adapter(Path(path), module, self._model_config, self._device)
-        checkpoint.save(Path(path), module, self._optimizer, self._counters, self._device)
+        state = checkpoint.state_to_save(module, self._optimizer, self._counters, self._device)
+        if not background:
+            return checkpoint.save(Path(path), state)
+        self._writer = self._writer or checkpoint.BackgroundWriter(self._device)
+        return self._writer.start(Path(path), state)
 
     def load(self, path: Path) -> None:
         """Read what `save` wrote, at any number of ranks; collective.
@@ -263,9 +280,10 @@ class FsdpEngine:
         """
         module = self._module_or_raise("load")
         reshard_all(self._units)
+        self._mover.wait()
         self._counters = checkpoint.load(Path(path), module, self._optimizer, self._counters, self._device)
         if not self._optimizer_here:
-            self._move_optimizer(HOST)
+            self._move_optimizer(self._mover.optimizer_to_host)
 
     def _outputs(
         self, module: nn.Module, packed: PackedRows, entropy: bool, sum_pi_squared: bool = False
@@ -296,10 +314,10 @@ class FsdpEngine:
         if self._device.type != "cpu" and not self._config.offload_policy:
             move()
 
-    def _move_optimizer(self, device: torch.device) -> None:
+    def _move_optimizer(self, move: Callable[[torch.optim.Optimizer], None]) -> None:
         if self._optimizer is not None:
             optimizer = self._optimizer
-            self._move(lambda: move_optimizer(optimizer, device))
+            self._move(lambda: move(optimizer))
 
     def _module_or_raise(self, method: str) -> nn.Module:
         if self._module is None:
