@@ -57,15 +57,17 @@ def gae(
     summed: DiscountedSum | None = None
     for part in row_blocks(token_level_rewards):
         tokens = PolicyTokens(valid[part], dtype)
-        r, v = (kept(x[part].to(dtype), tokens.bits) for x in (token_level_rewards, values))
+        r, v = token_level_rewards[part].to(dtype), values[part].to(dtype)
         # The recurrence of the returns R = A + V wants no value of the next token at this one's place:
         # R_t = r_t + γ·Y_{t+1} with Y_t = (1 − λ)·V_t + λ·r_t + γλ·Y_{t+1}.
-        front = tokens.compact(torch.lerp(v, r, lam))
+        front = tokens.compact(keep_(torch.lerp(v, r, lam), tokens.bits))
         summed = summed or DiscountedSum(front.shape[1], gamma * lam, front)
-        total = keep_(tokens.behind(summed(front)).mul_(gamma).add_(r), tokens.bits)
-        raw = torch.sub(total, v, out=r)
+        behind = tokens.behind(summed(front))
+        total = keep_(torch.add(r, behind, alpha=gamma, out=behind), tokens.bits)
+        returns[part] = total
+        raw = keep_(torch.sub(total, v, out=total), tokens.bits)
         moments.add(raw, tokens.bits, tokens.counts.sum())
-        returns[part], advantages[part] = total, raw
+        advantages[part] = raw
     return whiten_(advantages, valid, moments), returns
 
 
