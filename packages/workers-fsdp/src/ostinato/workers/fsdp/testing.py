@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from pathlib import Path
 
@@ -9,7 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ostinato.workers.core.config import ModelConfig
 from ostinato.workers.core.testing import conformance
+from ostinato.workers.core.testing.lora import ADAPTER, check_lora, with_model
 from ostinato.workers.core.testing.oracle import MakeEngine, assert_same_weights, make_rows, start
 from ostinato.workers.fsdp.config import FsdpConfig
 from ostinato.workers.fsdp.engine import FsdpEngine
@@ -136,4 +139,48 @@ def four_ranks(workspace: Path, device_type: str = "cpu") -> list[str]:
     checks = (conformance.check_parity, conformance.check_empty_micro_batches, conformance.check_save_load)
     passed = conformance.run_checks(fsdp(fsdp_size=2), workspace, checks)
     conformance.load_from_other_world(fsdp(fsdp_size=2), workspace)
+    # More ranks than key/value heads share a micro-batch; then two pairs, of which each has its own.
+    for size in (4, 2):
+        shared = fsdp(ulysses_sequence_parallel_size=size, fsdp_size=2)
+        conformance.run_checks(shared, workspace, (conformance.check_log_probs, conformance.check_parity))
     return passed
+
+
+def two_ranks_of_features(workspace: Path, large: Path) -> dict[str, float]:
+    """What two ranks share: the tokens of a micro-batch, an adapter's shards, and the work of loading.
+
+    Returns:
+        Of loading the folder `large`: `peak_of_loading`, and the bytes of its weights.
+    """
+    loading = peak_of_loading(large)
+    checks = (
+        conformance.check_log_probs,
+        conformance.check_boundaries,
+        conformance.check_values,
+        conformance.check_parity,
+        conformance.check_empty_micro_batches,
+        conformance.check_rank_without_tokens,
+        conformance.check_weight_source,
+        conformance.check_reduce,
+    )
+    conformance.run_checks(fsdp(ulysses_sequence_parallel_size=2), workspace, checks)
+    check_lora(fsdp(), workspace)
+    conformance.save_for_other_world(with_model(fsdp(), **ADAPTER), workspace / "adapted")
+    return loading
+
+
+def peak_of_loading(folder: Path) -> dict[str, float]:
+    """By how many bytes building an engine raises this rank's resident memory at its peak, and those of all weights."""
+
+    def resident(entry: str) -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return 1024 * int(next(line.split()[1] for line in lines if line.startswith(entry)))
+
+    engine = fsdp()(head="lm", model=ModelConfig(path=str(folder)), trainable=False)
+    dist.barrier()
+    Path("/proc/self/clear_refs").write_text("5")
+    before = resident("VmRSS")
+    engine.build()
+    peak = resident("VmHWM") - before
+    weights = sum(4 * math.prod(spec.shape) for spec in engine.weight_source().specs().values())
+    return {"peak": peak, "weights": weights}
