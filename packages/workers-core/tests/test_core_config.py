@@ -8,6 +8,7 @@ import pytest
 from ostinato.rollout import RolloutConfig
 from ostinato.workers.core.config import (
     ActorConfig,
+    CheckpointConfig,
     CriticConfig,
     ModelConfig,
     OptimConfig,
@@ -48,6 +49,9 @@ from ostinato.workers.core.optim import lr_factor
         (lambda: OptimConfig(lr=-1), "optim.lr"),
         (lambda: OptimConfig(betas=(0.9, 1.0)), "optim.betas"),
         (lambda: OptimConfig(lr_scheduler_type="linear"), "optim.lr_scheduler_type"),
+        (lambda: OptimConfig(optimizer="SGD"), "optim.optimizer"),
+        (lambda: OptimConfig(num_cycles=0), "optim.num_cycles"),
+        (lambda: CheckpointConfig(save_contents=["model"]), "checkpoint.save_contents"),
         (lambda: OptimConfig(min_lr_ratio=2), "optim.min_lr_ratio"),
         (lambda: OptimConfig(lr_scheduler_type="cosine").check_resolved(), "optim.total_training_steps"),
         (lambda: prepare_model(ModelConfig(), "critic.model"), "critic.model.path"),
@@ -114,6 +118,8 @@ def test_lr_factor_warms_up_and_decays():
     assert factors[:3] == [0.5, 1.0, 1.0]
     assert factors[6] == pytest.approx(0.55)
     assert factors[10:] == pytest.approx([0.1, 0.1])
+    waves = replace(cosine, num_cycles=1.0, lr_warmup_steps_ratio=0.0)
+    assert [round(lr_factor(step, waves), 3) for step in (0, 5, 10)] == [1.0, 0.1, 1.0]
     assert lr_factor(0, OptimConfig()) == 1.0
 
 

@@ -7,8 +7,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoConfig
 
-from ostinato.workers.core.flops import GATED, PEAK_VARIABLE, Mfu, ModelFlops, model_flops, peak_flops
+from ostinato.controller import Coordinates
+from ostinato.protocol import DataProto
+from ostinato.workers.core.config import ModelConfig
+from ostinato.workers.core.flops import GATED, PEAK_VARIABLE, Mfu, model_flops, peak_flops
+from ostinato.workers.core.testing import tiny_causal_lm
 
 DENSE = {
     "hidden_size": 32,
@@ -56,8 +61,6 @@ def counted(config, length):
 @pytest.mark.parametrize("model_type", sorted(GATED))
 def test_flops_equal_what_torch_counts(model_type):
     """Eager attention multiplies masked pairs too; the difference is known."""
-    from transformers import AutoConfig
-
     moe = "moe" in model_type or model_type == "mixtral"
     entries = DENSE | (EXPERTS if moe else {}) | SPECIAL.get(model_type, {})
     config = AutoConfig.for_model(model_type, **entries)
@@ -115,10 +118,22 @@ def test_peak_comes_from_the_name_or_the_environment(monkeypatch):
         peak_flops(torch.device("cpu"))
 
 
-def test_mfu_is_the_share_of_the_peak():
-    flops = ModelFlops((), 0, head_weights=50)
-    mask = torch.ones(2, 3)
-    found = Mfu(flops, peak=1000.0).metrics("actor", mask, 4, seconds=2.0, passes=3)
-    assert {name: metric.value for name, metric in found.items()} == {"perf/mfu/actor": 2 * 50 * 4 * 3 / 2 / 1000}
-    assert Mfu(flops, None).metrics("actor", mask, 4, 2.0, 3) == {}
-    assert Mfu(None, 1000.0).metrics("actor", mask, 4, 2.0, 3) == {}
+def test_mfu_is_the_share_of_the_peak(tmp_path, monkeypatch):
+    """2 of 4 ranks share a data-parallel rank's rows; training is worth 3 forward passes an epoch."""
+    model = ModelConfig(path=str(tiny_causal_lm(tmp_path)))
+    engine = SimpleNamespace(device=torch.device("cpu"), coordinates=Coordinates(dp_rank=0, dp_size=2))
+    batch = DataProto.from_dict({"attention_mask": torch.ones(2, 6).long(), "response_mask": torch.ones(2, 2).long()})
+    monkeypatch.delenv(PEAK_VARIABLE, raising=False)
+    assert Mfu(model, "lm", engine, 4).metrics("actor", batch, 1) == {}
+    monkeypatch.setenv(PEAK_VARIABLE, "1e-6")
+    mfu = Mfu(model, "lm", engine, 4)
+    assert mfu.metrics("actor", batch, 1) == {}
+    clock = iter([10.0, 12.0])
+    monkeypatch.setattr("time.perf_counter", lambda: next(clock))
+    with mfu.measured():
+        pass
+    once = model_flops(AutoConfig.from_pretrained(tmp_path), head="lm").forward(torch.tensor([6, 6]), 4)
+    share = once / 2.0 / 2e6
+    assert mfu.metrics("actor_infer", batch)["perf/mfu/actor_infer"].value == pytest.approx(share)
+    assert mfu.metrics("actor", batch, 2)["perf/mfu/actor"].value == pytest.approx(6 * share)
+    assert mfu.metrics("actor", batch[[]], 2) == {}

@@ -293,6 +293,19 @@ def test_actor_checkpoint_continues_with_the_same_weights(lm_path, tmp_path):
     )
 
 
+def test_workers_report_their_mfu_where_the_peak_is_known(lm_path, make_rows, monkeypatch):
+    monkeypatch.setenv("OSTINATO_DEVICE_TFLOPS", "1")
+    worker = worker_of(policy(lm_path), "actor_rollout")
+    batch = worker.generate_sequences(prompts())
+    scored = worker.compute_log_prob(batch)
+    updated = worker.update_actor(estimated(batch.union(scored)))
+    assert 0 < scored.metrics["perf/mfu/actor_infer"].value < 1
+    assert 0 < updated.metrics["perf/mfu/actor"].value < 1
+    critic = CriticWorker(CriticConfig(model=ModelConfig(path=str(lm_path))), ENGINE)
+    critic.init_model()
+    assert 0 < critic.update_critic(make_rows(2)).metrics["perf/mfu/critic"].value < 1
+
+
 def test_update_reports_the_kl_coefficient(lm_path):
     config = policy(lm_path)
     config = replace(config, actor=replace(config.actor, use_kl_loss=True, kl_loss_coef=0.3))

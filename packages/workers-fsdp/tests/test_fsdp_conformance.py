@@ -1,9 +1,13 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+from ostinato.workers.core.config import ModelConfig
 from ostinato.workers.core.testing import conformance
+from ostinato.workers.core.testing.oracle import assert_same_weights, start
 from ostinato.workers.core.testing.spawn import spawn
+from ostinato.workers.fsdp.saved import SavedWeights
 from ostinato.workers.fsdp.testing import four_ranks, fsdp, two_ranks
 
 
@@ -22,4 +26,8 @@ def test_fsdp_many_ranks(workspace):
     assert first == second
     assert len(first) == len(conformance.CHECKS) + 15
     conformance.load_from_other_world(fsdp(), workspace)
+    whole = start(fsdp(), workspace / "lm")
+    whole.engine.load(workspace / "other-world")
+    saved = SavedWeights(workspace / "other-world", ModelConfig(path=str(workspace / "lm")), "lm")
+    assert_same_weights(dict(saved.weights()), dict(whole.engine.weight_source(torch.float32).weights()), rtol=0)
     spawn(four_ranks, 4, workspace)

@@ -31,6 +31,7 @@ CONFIG_PACKAGE, CONFIG_NAME, SCHEMA_NAME = "ostinato.ppo.conf", "ppo", "ostinato
 
 USAGE = """\
 usage: ostinato-ppo [key=value ...] [options]          (the same as: python -m ostinato.ppo ...)
+       ostinato-ppo export CHECKPOINT --to DIR         a Hugging Face folder from a checkpoint; export --help
 
 Trains a language model with reinforcement learning: the model answers prompts, a reward function scores the
 answers, and the model is updated to score higher. PPO, GRPO and relatives; one loop, any number of GPUs.
@@ -83,7 +84,13 @@ def main(argv: Sequence[str] | None = None, *, exits: bool = False) -> int:
 
 
 def _main(argv: Sequence[str] | None, interrupts: Interrupts) -> int:
-    options = _parse(list(sys.argv[1:] if argv is None else argv))
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments[:1] == ["export"]:
+        from ostinato.ppo import export
+
+        interrupts.text = lambda: "nothing was written"
+        return export.main(arguments[1:])
+    options = _parse(arguments)
     if isinstance(options, int):
         return options
     from ostinato.ppo.errors import ConfigError

@@ -127,6 +127,7 @@ RENAMED = {
     "update_weights_bucket_bytes": "update_weights_bucket_megabytes",
     "grad_offload": "param_offload",
     "total_steps": "total_training_steps",
+    "warmup_style": "lr_scheduler_type",
     "learning_rate": "lr",
     "kl_coeff": "kl_loss_coef",
     "kl_loss_coeff": "kl_loss_coef",

@@ -18,6 +18,7 @@ from ostinato.workers.core.config import ActorRolloutRefConfig, rollout_log_prob
 from ostinato.workers.core.errors import ConfigError, RoleError
 from ostinato.workers.core.export import export_hf
 from ostinato.workers.core.factory import build_engine, prepare_model
+from ostinato.workers.core.flops import Mfu
 from ostinato.workers.core.limits import BatchLimit
 from ostinato.workers.core.losses import ActorObjective
 from ostinato.workers.core.memory import MemoryTimeline, memory_metrics
@@ -59,6 +60,7 @@ class ActorRolloutRefWorker(Worker):
         self.engine_path = engine
         self._actor: Residency | None = None
         self._checkpoint: RoleCheckpoint | None = None
+        self._mfu: Mfu | None = None
         self._ref: Residency | None = None
         self._rollout: Rollout | None = None
         self._objective: ActorObjective | None = None
@@ -76,6 +78,7 @@ class ActorRolloutRefWorker(Worker):
             optim = config.actor.engine_optim
             self._actor = build_engine(self.engine_path, config.actor, config.model, head="lm", optim=optim)
             self._checkpoint = RoleCheckpoint(self._actor, config.model, "lm", config.actor.checkpoint)
+            self._mfu = Mfu(config.model, "lm", self._actor.engine, self.world_size)
         built = self._actor or self._ref
         if built is not None:
             self.register_mesh("train", built.engine.coordinates)
@@ -127,7 +130,9 @@ class ActorRolloutRefWorker(Worker):
         actor = self._need(self._actor, "compute_log_prob", "actor")
         limit = rollout_log_prob_limit(self.config.rollout, self.config.actor.ulysses_sequence_parallel_size)
         also = self.config.actor.sum_pi_squared
-        result = self._score(actor, batch, limit, entropy=True, sum_pi_squared=also)
+        mfu = self._need(self._mfu, "compute_log_prob", "actor")
+        with mfu.measured():
+            result = self._score(actor, batch, limit, entropy=True, sum_pi_squared=also)
         if result is None:
             return DataProto.from_dict()
         assert batch.batch is not None, "scored rows have tensor columns"
@@ -135,10 +140,17 @@ class ActorRolloutRefWorker(Worker):
         entropy = float(result["entropy"].double().sum()) / tokens if tokens else 0.0
         return DataProto.from_dict(
             {"old_log_probs": result["log_probs"]} | ({"sum_pi_squared": result["sum_pi_squared"]} if also else {}),
-            meta_info={"metrics": {"actor/entropy": Metric.mean(entropy, weight=tokens)}},
+            meta_info={
+                "metrics": {
+                    "actor/entropy": Metric.mean(entropy, weight=tokens),
+                    **mfu.metrics("actor_infer", batch),
+                }
+            },
         )
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, reads=SCORING, writes=("ref_log_prob",), mesh="ref", keeps_rows=True)
+    @register(
+        dispatch_mode=Dispatch.DP_COMPUTE_PROTO, reads=SCORING, writes=("ref_log_prob",), mesh="ref", keeps_rows=True
+    )
     def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
         """Score the rows with the frozen reference.
 
@@ -169,7 +181,8 @@ class ActorRolloutRefWorker(Worker):
         actor = self._need(self._actor, "update_actor", "actor")
         assert self._objective is not None, "an actor has an objective"
         config = self.config.actor
-        with actor.training():
+        mfu = self._need(self._mfu, "update_actor", "actor")
+        with actor.training(), mfu.measured():
             metrics = update(
                 actor.engine,
                 batch,
@@ -181,7 +194,9 @@ class ActorRolloutRefWorker(Worker):
             )
             memory = MemoryTimeline(actor.engine.device)
             memory.mark("update_actor")
-        metrics |= memory_metrics(actor.engine.device) | memory.metrics()
+        metrics |= (
+            mfu.metrics("actor", batch, config.ppo_epochs) | memory_metrics(actor.engine.device) | memory.metrics()
+        )
         if config.use_kl_loss:
             metrics["actor/kl_coef"] = Metric.mean(config.kl_loss_coef)
         return DataProto.from_dict(meta_info={"metrics": metrics})

@@ -13,6 +13,7 @@ from ostinato.workers.core.config import CriticConfig
 from ostinato.workers.core.errors import RoleError
 from ostinato.workers.core.export import export_hf
 from ostinato.workers.core.factory import build_engine, prepare_model
+from ostinato.workers.core.flops import Mfu
 from ostinato.workers.core.losses import CriticObjective
 from ostinato.workers.core.memory import memory_metrics
 from ostinato.workers.core.microbatch import pack
@@ -39,6 +40,7 @@ class CriticWorker(Worker):
         self.engine_path = engine
         self._residency: Residency | None = None
         self._checkpoint: RoleCheckpoint | None = None
+        self._mfu: Mfu | None = None
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
@@ -48,6 +50,7 @@ class CriticWorker(Worker):
         config = self.config
         self._residency = build_engine(self.engine_path, config, config.model, head="value", optim=config.engine_optim)
         self._checkpoint = RoleCheckpoint(self._residency, config.model, "value", config.checkpoint)
+        self._mfu = Mfu(config.model, "value", self._residency.engine, self.world_size)
         self.register_mesh("train", self._residency.engine.coordinates)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, reads=SCORING, writes=("values",), keeps_rows=True)
@@ -75,7 +78,8 @@ class CriticWorker(Worker):
             No rows; the metrics are in its meta.
         """
         critic, config = self._built("update_critic"), self.config
-        with critic.training():
+        assert self._mfu is not None, "made together with the engine"
+        with critic.training(), self._mfu.measured():
             metrics = update(
                 critic.engine,
                 batch,
@@ -84,7 +88,8 @@ class CriticWorker(Worker):
                 epochs=config.ppo_epochs,
                 limit=config.update_limit,
             )
-        return DataProto.from_dict(meta_info={"metrics": metrics | memory_metrics(critic.engine.device)})
+        metrics |= self._mfu.metrics("critic", batch, config.ppo_epochs) | memory_metrics(critic.engine.device)
+        return DataProto.from_dict(meta_info={"metrics": metrics})
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, path: str, step: int | None = None) -> None:

@@ -11,13 +11,18 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from ostinato.protocol import Metric
+from ostinato.protocol import DataProto, Metric
+from ostinato.rollout.model_config import read_model_config
+from ostinato.workers.core.config import ModelConfig
+from ostinato.workers.core.engine import TrainEngine
 
 logger = logging.getLogger(__name__)
 
@@ -189,44 +194,51 @@ def peak_flops(device: torch.device) -> float | None:
     return next((peak * 1e12 for part, peak in PEAK_TFLOPS if re.search(rf"\b{part}\b", name)), None)
 
 
-@dataclass(frozen=True)
 class Mfu:
-    """Turns the rows of a call into its `perf/mfu/…`.
+    """`perf/mfu/…` of one rank's calls: the share of the device's peak that they reached.
 
-    Attributes:
-        flops: the model's counts; None: no metric.
-        peak: operations a second of all devices that share one data-parallel rank's work; None: no metric.
+    Args:
+        model: the model; its config is read where the peak is known.
+        head: `lm` or `value`.
+        engine: runs it; ranks that share a data-parallel rank's work share its operations.
+        world_size: ranks of the role.
     """
 
-    flops: ModelFlops | None
-    peak: float | None
+    def __init__(self, model: ModelConfig, head: str, engine: TrainEngine, world_size: int) -> None:
+        peak = peak_flops(engine.device)
+        self._peak = peak and peak * world_size / engine.coordinates.dp_size
+        self._flops: ModelFlops | None = None
+        if peak is not None:
+            config = read_model_config(
+                model.path, model.override_config, trust_remote_code=model.trust_remote_code
+            ).get_text_config()
+            self._flops = model_flops(config, head=head)
+        self._seconds = 0.0
+        # An adapter's backward pass needs the gradients of the activations, and of hardly any weight.
+        self._training = 2.0 if model.lora_rank > 0 else 3.0
 
-    @classmethod
-    def of(cls, config: Any, head: str, device: torch.device, num_devices: int) -> Mfu:
-        """Make it for one rank.
+    @contextmanager
+    def measured(self) -> Iterator[None]:
+        """Take the time of a call; what it computes has ended when it returns."""
+        began = time.perf_counter()
+        yield
+        self._seconds = time.perf_counter() - began
 
-        Args:
-            config: the model's Hugging Face config.
-            head: `lm` or `value`.
-            device: where this rank trains.
-            num_devices: devices of one data-parallel rank.
-        """
-        peak = peak_flops(device)
-        return cls(None if peak is None else model_flops(config, head=head), peak and peak * num_devices)
-
-    def metrics(
-        self, name: str, attention_mask: torch.Tensor, num_outputs: int, seconds: float, passes: float
-    ) -> Mapping[str, Metric]:
-        """The share of the peak that a call reached on this rank; the mean over ranks counts.
+    def metrics(self, name: str, batch: DataProto, epochs: int | None = None) -> dict[str, Metric]:
+        """The share that the last measured call reached; the mean over ranks counts.
 
         Args:
             name: `actor`, `critic` or `actor_infer`.
-            attention_mask: (b, P+R) of this rank's rows.
-            num_outputs: positions at which the head ran, in one pass.
-            seconds: how long it took.
-            passes: forward passes it was worth: 1 for scoring, 3 an epoch for training.
+            batch: this rank's rows: `attention_mask` (B, P+R), `response_mask` (B, R).
+            epochs: passes of training over the rows; None: one forward pass.
+
+        Returns:
+            Nothing where the peak or the model's operations are not known.
         """
-        if self.flops is None or self.peak is None or seconds <= 0:
+        if self._flops is None or self._peak is None or not len(batch) or self._seconds <= 0:
             return {}
-        done = self.flops.forward(attention_mask.sum(dim=1), num_outputs) * passes
-        return {f"perf/mfu/{name}": Metric.mean(done / seconds / self.peak)}
+        assert batch.batch is not None, "rows that were computed on have tensor columns"
+        lengths, asked = batch.batch["attention_mask"].sum(dim=1), int(batch.batch["response_mask"].sum())
+        passes = 1.0 if epochs is None else self._training * epochs
+        done = self._flops.forward(lengths, asked) * passes
+        return {f"perf/mfu/{name}": Metric.mean(done / self._seconds / self._peak)}

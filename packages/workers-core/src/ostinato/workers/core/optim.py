@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from ostinato.workers.core.limits import require, require_choice
 
 LR_SCHEDULES = ("constant", "cosine")
+OPTIMIZERS = ("AdamW", "AdamW8bit")
 
 
 @dataclass(frozen=True)
@@ -15,6 +16,8 @@ class OptimConfig:
     """AdamW and its schedule; every step here is an optimizer step, of which one trainer step makes several.
 
     Attributes:
+        optimizer: `AdamW`, or `AdamW8bit`: moments in 8 bits, in blocks of 256 with a scale each (a quarter of the
+            memory); small tensors keep theirs in full.
         lr: learning rate after warm-up.
         weight_decay: decoupled weight decay.
         betas: AdamW's betas.
@@ -22,11 +25,13 @@ class OptimConfig:
         lr_warmup_steps: warm-up steps; negative means `lr_warmup_steps_ratio` × `total_training_steps`.
         lr_warmup_steps_ratio: see there.
         lr_scheduler_type: `constant` or `cosine`.
-        min_lr_ratio: where the cosine ends, as a share of `lr`.
+        min_lr_ratio: where the cosine's lowest point lies, as a share of `lr`.
+        num_cycles: waves of the cosine between warm-up and end; one half goes down once.
         total_training_steps: optimizer steps of the whole run; -1 is filled in by the trainer.
         grad_clip: largest l2 norm of the gradient; filled in from the role's `grad_clip`.
     """
 
+    optimizer: str = "AdamW"
     lr: float = 1e-6
     weight_decay: float = 0.01
     betas: tuple[float, float] = (0.9, 0.999)
@@ -35,11 +40,13 @@ class OptimConfig:
     lr_warmup_steps_ratio: float = 0.0
     lr_scheduler_type: str = "constant"
     min_lr_ratio: float = 0.0
+    num_cycles: float = 0.5
     total_training_steps: int = -1
     grad_clip: float = field(default=1.0, metadata={"derived": True})
 
     def __post_init__(self) -> None:
         """Check ranges."""
+        require_choice(self.optimizer, OPTIMIZERS, "optim.optimizer")
         require(self.lr >= 0, "optim.lr", "at least 0", self.lr)
         require(self.weight_decay >= 0, "optim.weight_decay", "at least 0", self.weight_decay)
         betas = tuple(self.betas)
@@ -54,6 +61,7 @@ class OptimConfig:
         )
         require_choice(self.lr_scheduler_type, LR_SCHEDULES, "optim.lr_scheduler_type")
         require(0 <= self.min_lr_ratio <= 1, "optim.min_lr_ratio", "a share in [0, 1]", self.min_lr_ratio)
+        require(self.num_cycles > 0, "optim.num_cycles", "greater than 0", self.num_cycles)
         require(self.grad_clip > 0, "optim.grad_clip", "greater than 0", self.grad_clip)
 
     @property
@@ -84,7 +92,7 @@ def lr_factor(step: int, optim: OptimConfig) -> float:
     """Return what the base learning rate is multiplied by in one optimizer step.
 
     With w warm-up steps and T steps in all: (step + 1)/w while step < w; after that 1 for `constant`, and for `cosine`
-    m + (1 − m)·(1 + cos(π·p))/2 with p = (step − w)/(T − w) in [0, 1] and m = `min_lr_ratio`.
+    m + (1 − m)·(1 + cos(2π·c·p))/2 with p = (step − w)/(T − w) in [0, 1], m = `min_lr_ratio` and c = `num_cycles`.
 
     Args:
         step: number of optimizer steps made before this one; the first step is 0 and already has a rate above 0.
@@ -100,4 +108,5 @@ def lr_factor(step: int, optim: OptimConfig) -> float:
         return 1.0
     remaining = max(optim.total_training_steps - warmup, 1)
     progress = min((step - warmup) / remaining, 1.0)
-    return optim.min_lr_ratio + (1.0 - optim.min_lr_ratio) * 0.5 * (1.0 + math.cos(math.pi * progress))
+    wave = 0.5 * (1.0 + math.cos(2.0 * math.pi * optim.num_cycles * progress))
+    return optim.min_lr_ratio + (1.0 - optim.min_lr_ratio) * wave

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -17,9 +17,11 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_state_dict
 from torch.distributed.checkpoint.state_dict_saver import save as save_state_dict
+from torch.distributed.tensor import DTensor
 
 from ostinato.workers.fsdp.errors import CheckpointError
 from ostinato.workers.fsdp.offload import HostCopies
+from ostinato.workers.fsdp.quantized import fill, in_full, is_quantized, new_moment, scale_of
 
 WRITE_TIMEOUT = timedelta(hours=3)
 """How long the fastest rank waits for the slowest one's disk."""
@@ -30,12 +32,30 @@ def _model_state(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _optimizer_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, torch.Tensor]]:
-    """State by parameter name. It is read as it is: an optimizer that has not stepped has none."""
+    """State by parameter name, in full. It is read as it is: an optimizer that has not stepped has none."""
     return {
-        name: dict(optimizer.state[parameter])
+        name: {
+            kind: in_full(value) if is_quantized(value) else value for kind, value in optimizer.state[parameter].items()
+        }
         for name, parameter in module.named_parameters()
         if optimizer.state.get(parameter)
     }
+
+
+def _quantized(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """What the optimizer keeps in 8 bits, by parameter and kind."""
+    return {
+        f"{name}.{kind}": value
+        for name, parameter in module.named_parameters()
+        for kind, value in optimizer.state.get(parameter, {}).items()
+        if is_quantized(value)
+    }
+
+
+def _layout(module: nn.Module) -> str:
+    """Names this rank and the layout in which its shards are what they are."""
+    mesh = next(parameter.device_mesh for parameter in module.parameters() if isinstance(parameter, DTensor))
+    return f"rank{dist.get_rank()}of{'x'.join(str(size) for size in mesh.shape)}"
 
 
 def _random_state(device: torch.device) -> dict[str, torch.Tensor]:
@@ -66,6 +86,9 @@ def state_to_save(
     }
     if optimizer is not None:
         state["optimizer"] = _optimizer_state(module, optimizer)
+        scales = {name: scale_of(value) for name, value in _quantized(module, optimizer).items()}
+        if scales:
+            state["scales"] = {_layout(module): scales}
     return state
 
 
@@ -194,6 +217,8 @@ def load(
         "model": _model_state(module),
         "counters": {name: torch.tensor(0) for name in counters},
     }
+    quantized: dict[str, torch.Tensor] = {}
+    scales: dict[str, torch.Tensor] = {}
     mine = f"rank{dist.get_rank()}"
     state["random"] = {
         mine: {kind: value for kind, value in _random_state(device).items() if f"random.{mine}.{kind}" in saved}
@@ -201,11 +226,28 @@ def load(
     if optimizer is not None:
         _match_optimizer(module, optimizer, saved, device)
         state["optimizer"] = _optimizer_state(module, optimizer)
+        quantized = _quantized(module, optimizer)
+        scales = _scales_to_read(metadata, quantized, _layout(module))
+        state["scales"] = {_layout(module): scales}
     with named_failure(f"checkpoint {path} cannot be read"):
         load_state_dict(state, storage_reader=FileSystemReader(path))
+    for name, moment in quantized.items():
+        parameter, _, kind = name.rpartition(".")
+        fill(moment, state["optimizer"][parameter][kind], scales.get(name))
     for kind, value in state["random"][mine].items():
         torch.set_rng_state(value) if kind == "cpu" else torch.cuda.set_rng_state(value, device)
     return {name: int(value) for name, value in state["counters"].items()}
+
+
+def _scales_to_read(metadata: Metadata, quantized: Mapping[str, torch.Tensor], layout: str) -> dict[str, torch.Tensor]:
+    """Room for the scales that this rank wrote in this very layout; nothing where another one wrote them."""
+    found: dict[str, torch.Tensor] = {}
+    for name, moment in quantized.items():
+        entry = metadata.state_dict_metadata.get(f"scales.{layout}.{name}")
+        scale = scale_of(moment)
+        if isinstance(entry, TensorStorageMetadata) and tuple(entry.size) == tuple(scale.shape):
+            found[name] = torch.empty_like(scale)
+    return found
 
 
 @contextmanager
@@ -274,6 +316,6 @@ def _match_optimizer(
         optimizer.state[parameter] = {
             kind: torch.zeros((), dtype=torch.float32, device=counter_device)
             if kind == "step"
-            else torch.zeros_like(parameter.detach())
+            else new_moment(optimizer, parameter.detach(), kind)
             for kind in sorted(kinds)
         }

@@ -29,7 +29,7 @@ from ostinato.workers.fsdp.errors import EngineStateError, FsdpConfigError
 from ostinato.workers.fsdp.lora import without_adapter
 from ostinato.workers.fsdp.mesh import Rows, build_mesh, divide_rows, shard_group, training_device
 from ostinato.workers.fsdp.offload import Mover, free_device_cache
-from ostinato.workers.fsdp.optim import build_optimizer, gradient_norm, scale_gradients
+from ostinato.workers.fsdp.optim import build_optimizer, gradient_norm, scale_gradients, set_lr
 from ostinato.workers.fsdp.packing import token_outputs
 from ostinato.workers.fsdp.scaling import LossScale, first_scale
 from ostinato.workers.fsdp.weights import FsdpWeightSource, reshard_all, save_adapter
@@ -204,8 +204,7 @@ class FsdpEngine:
             if factor != 1.0:
                 scale_gradients(parameters, factor)
             self._mover.wait()
-            for group in optimizer.param_groups:
-                group["lr"] = lr
+            set_lr(optimizer, lr)
             optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         self._counters["steps"] += 1

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ostinato.workers.core.optim import OptimConfig
+from ostinato.workers.fsdp.quantized import build_adamw8bit
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -48,14 +49,28 @@ def scale_gradients(parameters: Sequence[nn.Parameter], factor: float) -> None:
             local(parameter.grad).mul_(factor)
 
 
-def build_optimizer(parameters: Iterable[nn.Parameter], optim: OptimConfig, *, fused: bool) -> torch.optim.AdamW:
+def build_optimizer(parameters: Iterable[nn.Parameter], optim: OptimConfig, *, fused: bool) -> torch.optim.Optimizer:
     """AdamW over all parameters, decayed alike.
 
     Args:
         parameters: The sharded parameters.
-        optim: Learning rate, betas, epsilon, weight decay.
-        fused: Use the fused kernel.
+        optim: Which of the two, learning rate, betas, epsilon, weight decay.
+        fused: Use the fused kernel; in 8 bits the step is compiled instead.
+
+    Raises:
+        FsdpConfigError: `AdamW8bit` needs torchao, which is missing.
     """
+    if optim.optimizer == "AdamW8bit":
+        return build_adamw8bit(parameters, optim)
     return torch.optim.AdamW(
         parameters, lr=optim.lr, betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay, fused=fused or None
     )
+
+
+def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Set the learning rate of the next step."""
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], torch.Tensor):
+            group["lr"].fill_(lr)
+        else:
+            group["lr"] = lr

@@ -1,0 +1,79 @@
+"""`ostinato-ppo export`: which folder it reads, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from ostinato.ppo.checkpoint import MARKER
+from ostinato.ppo.cli import main
+from ostinato.ppo.errors import CheckpointError
+from ostinato.ppo.export import export, find_role
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run folder: 4 and 6 are whole, 6 without a critic, 8 was cut off."""
+    for step, roles in ((4, ("actor", "critic")), (6, ("actor",)), (8, ("actor",))):
+        for role in roles:
+            folder = tmp_path / f"global_step_{step}" / role
+            folder.mkdir(parents=True)
+            (folder / "role.json").write_text(json.dumps({"format": 1, "strategy": "fsdp", "head": "lm", "model": {}}))
+        if step != 8:
+            (tmp_path / f"global_step_{step}" / MARKER).touch()
+    return tmp_path
+
+
+def test_export_finds_the_role_in_a_checkpoint_a_run_or_by_itself(run):
+    assert find_role(run / "global_step_4", "critic") == run / "global_step_4" / "critic"
+    assert find_role(run, "actor") == run / "global_step_6" / "actor"
+    assert find_role(run, "critic") == run / "global_step_4" / "critic"
+    assert find_role(run / "global_step_4" / "critic", "actor") == run / "global_step_4" / "critic"
+
+
+@pytest.mark.parametrize(
+    ("where", "role", "text"),
+    [
+        ("nothing", "actor", r"nothing: expected a checkpoint's folder"),
+        ("global_step_6", "critic", r"global_step_6 holds no critic; it holds actor"),
+        ("global_step_8", "actor", r"global_step_8 was cut off .* no file COMPLETE"),
+        ("global_step_8/actor", "actor", r"global_step_8 was cut off"),
+        ("empty", "critic", r"empty: expected a checkpoint .*, or a run folder with a whole checkpoint of a critic"),
+    ],
+)
+def test_export_refuses_what_is_no_whole_checkpoint(run, where, role, text):
+    (run / "empty").mkdir()
+    with pytest.raises(CheckpointError, match=text):
+        find_role(run / where, role)
+
+
+def test_export_refuses_other_engines_newer_formats_and_a_target_that_is_there(run, tmp_path):
+    file = run / "global_step_6" / "actor" / "role.json"
+    entries = json.loads(file.read_text())
+    file.write_text(json.dumps(entries | {"strategy": "other"}))
+    with pytest.raises(CheckpointError, match=r"strategy 'other'; this command reads fsdp"):
+        export(run, tmp_path / "out")
+    file.write_text(json.dumps(entries | {"format": 2}))
+    with pytest.raises(OSError, match=r"expected format 1, got 2"):
+        export(run, tmp_path / "out")
+    file.write_text("{")
+    with pytest.raises(OSError, match=r"expected the folder of a saved role"):
+        export(run / "global_step_6", tmp_path / "out")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "file").touch()
+    with pytest.raises(CheckpointError, match=r"out is there already; .* --overwrite"):
+        export(run, tmp_path / "out")
+
+
+def test_export_command_tells_how_it_is_used_and_what_is_wrong(run, tmp_path, capsys):
+    assert main(["export", "--help"]) == 0
+    assert "ostinato-ppo export [-h] --to DIR" in capsys.readouterr().out
+    assert main(["export", str(run)]) == 2
+    assert "--to" in capsys.readouterr().err
+    assert main(["export", str(run / "global_step_8"), "--to", str(tmp_path / "out")]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("ostinato-ppo export: ")
+    assert "cut off" in error
+    assert main(["--help"]) == 0
+    assert "ostinato-ppo export CHECKPOINT --to DIR" in capsys.readouterr().out

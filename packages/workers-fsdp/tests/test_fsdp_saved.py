@@ -1,0 +1,58 @@
+"""The weights of a checkpoint without the engine that wrote it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ostinato.workers.core.config import ModelConfig
+from ostinato.workers.core.export import export_hf
+from ostinato.workers.core.testing.oracle import make_rows, start
+from ostinato.workers.fsdp.errors import CheckpointError
+from ostinato.workers.fsdp.saved import SavedWeights
+from ostinato.workers.fsdp.testing import fsdp
+
+pytestmark = pytest.mark.usefixtures("process_group")
+
+
+@pytest.mark.parametrize(("name", "head"), [("lm", "lm"), ("tied", "lm"), ("lm", "value")])
+def test_saved_weights_are_those_of_the_engine(workspace, tmp_path, name, head):
+    driver = start(fsdp(), workspace / name, head=head)
+    driver.train(make_rows(2, seed=1))
+    driver.engine.save(tmp_path / "saved")
+    source, live = SavedWeights(tmp_path / "saved", ModelConfig(path=str(workspace / name)), head), None
+    live = driver.engine.weight_source(torch.float32)
+    assert source.specs() == live.specs()
+    for (name, weight), (other, expected) in zip(source.weights(), live.weights(), strict=True):
+        assert name == other
+        assert torch.equal(weight, expected), name
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_export_of_a_checkpoint_has_the_engine_s_log_probs(workspace, tmp_path, tied):
+    from transformers import AutoModelForCausalLM
+
+    model = ModelConfig(path=str(workspace / ("tied" if tied else "lm")))
+    driver = start(fsdp(), model.path)
+    rows = make_rows(3, seed=1)
+    driver.train(rows)
+    driver.engine.save(tmp_path / "saved")
+    source = SavedWeights(tmp_path / "saved", model, "lm")
+    export_hf(source, model, tmp_path / "out", head="lm", writes=True, shard_bytes=20_000, dtype=torch.float32)
+    files = sorted(path.name for path in (tmp_path / "out").glob("*.safetensors"))
+    assert len(files) > 1
+    assert files[0] == f"model-00001-of-{len(files):05d}.safetensors"
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert (loaded.lm_head.weight is loaded.model.embed_tokens.weight) == tied
+    other = start(fsdp(), tmp_path / "out")
+    for ours, theirs in zip(driver.outputs(rows, 2), other.outputs(rows, 2), strict=True):
+        assert torch.equal(ours["log_probs"], theirs["log_probs"])
+
+
+def test_saved_weights_refuse_what_is_no_whole_checkpoint_of_the_model(workspace, tmp_path):
+    model = ModelConfig(path=str(workspace / "lm"))
+    with pytest.raises(CheckpointError, match="cut off"):
+        SavedWeights(tmp_path, model, "lm")
+    start(fsdp(), workspace / "tied").engine.save(tmp_path)
+    with pytest.raises(CheckpointError, match="another model"):
+        SavedWeights(tmp_path, model, "lm")
