@@ -17,6 +17,11 @@ def test_megatron_import_touches_no_device_and_no_engine():
         "import sys\n"
         "import ostinato.workers.megatron as wheel\n"
         "assert not {'torch', 'megatron', 'transformers'} & set(sys.modules)\n"
+        "from ostinato.workers.core.config import ModelConfig\n"
+        "wheel.MegatronEngine(head='lm', model=ModelConfig(path='x'), trainable=False)\n"
+        "import torch\n"
+        "assert not torch.cuda.is_initialized()\n"
+        "assert not [name for name in sys.modules if name.split('.')[0] in ('megatron', 'transformers')]\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
@@ -26,7 +31,7 @@ def test_megatron_import_touches_no_device_and_no_engine():
     [
         ({"tensor_model_parallel_size": 0}, "megatron.tensor_model_parallel_size: expected at least 1, got 0"),
         ({"expert_tensor_parallel_size": 0}, "megatron.expert_tensor_parallel_size: expected at least 1"),
-        ({"virtual_pipeline_model_parallel_size": 2}, "megatron.pipeline_model_parallel_size=1"),
+        ({"virtual_pipeline_model_parallel_size": 2}, "three stages or more"),
         ({"sequence_parallel": True}, "megatron.tensor_model_parallel_size=1"),
         ({"dtype": "fp8"}, "megatron.dtype: expected one of auto, fp32, bf16"),
         ({"override_transformer_config": {"sequence_parallel": True}}, "use megatron.sequence_parallel"),

@@ -80,10 +80,11 @@ class MegatronConfig:
         for name in ("context_parallel_size", "expert_tensor_parallel_size"):
             _at_least_one(self, name)
         virtual = self.virtual_pipeline_model_parallel_size
-        if virtual is not None and self.pipeline_model_parallel_size == 1:
+        if virtual is not None and self.pipeline_model_parallel_size < 3:
             raise MegatronConfigError(
-                f"megatron.virtual_pipeline_model_parallel_size: {virtual} pieces a stage need more than one stage, and "
-                "megatron.pipeline_model_parallel_size=1; set it to null"
+                f"megatron.virtual_pipeline_model_parallel_size: {virtual} pieces a stage need three stages or more "
+                "(between two, what goes forward and what goes back would meet), and "
+                f"megatron.pipeline_model_parallel_size={self.pipeline_model_parallel_size}; set it to null"
             )
         if self.sequence_parallel and self.tensor_model_parallel_size == 1:
             raise MegatronConfigError(
@@ -191,6 +192,11 @@ def layout_problems(
             f"tp {tp} × pp {pp} × cp {config.context_parallel_size} = {config.model_size} ranks do not divide {ranks}"
         )
         problems.append((key, text + (f"; take one of {fits}" if fits else "; lower the other sizes first")))
+    if num_experts and tp > 1 and not config.sequence_parallel:
+        text = (
+            f"Megatron-Core trains a mixture at tensor_model_parallel_size={tp} with True only (TransformerEngine); set"
+        )
+        problems.append(("sequence_parallel", f"{text} it to True, or take tp 1 and expert_model_parallel_size"))
     problems += _expert_problems(config, ranks, num_experts)
     return problems
 

@@ -296,8 +296,17 @@ class Driver:
 
         packed = self.packed(mine, size, self.num_micro_batches(rows, size) + extra)
         losses = self.engine.forward_backward(packed, loss, entropy=self.head == "lm")
-        own = sum(losses) if losses is not None else 0.0
-        return float(self.engine.reduce(torch.tensor([own], dtype=torch.float64))[0])
+        seen = losses is not None
+        own = torch.tensor([sum(losses or [])], dtype=torch.float64)
+        return self._known_to_all(float(self.engine.reduce(own)[0]), seen)
+
+    def _known_to_all(self, total: float, seen: bool) -> float:
+        """A number that the ranks which see the outputs agree on; the others (earlier pipeline stages) are told."""
+        if not dist.is_initialized() or dist.get_world_size() == self.engine.coordinates.dp_size:
+            return total
+        told = torch.tensor([total if seen else 0.0, float(seen)], dtype=torch.float64)
+        dist.all_reduce(told)
+        return float(told[0] / told[1])
 
     def train(self, rows: DataProto, size: int = 2) -> tuple[float, StepStats]:
         """One whole optimizer step."""

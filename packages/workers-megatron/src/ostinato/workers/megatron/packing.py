@@ -1,0 +1,242 @@
+"""From packed rows to what Megatron's model is called with, and from its hidden states to what it says.
+
+TransformerEngine's attention takes packed rows as they are (`thd`). Megatron's own attention takes a mask: packed rows
+become one sequence under a block-diagonal mask, whose cost grows with the square of the pack.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ostinato.algos import token_log_probs, token_log_probs_and_entropy, token_sum_pi_squared
+from ostinato.workers.core.engine import Head, TokenOutputs
+from ostinato.workers.core.microbatch import PackedRows
+from ostinato.workers.megatron.parallel import import_megatron
+from ostinato.workers.megatron.vocab import vocab_parallel_outputs
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How micro-batches are laid out for the model.
+
+    Attributes:
+        head: "lm" or "value".
+        vocab_size: tokens, without padding.
+        thd: packed rows run as such.
+        padded: a padded batch instead of packed rows.
+        tp: tensor-parallel size.
+        cp: context-parallel size.
+        sequence_parallel: whether hidden states come dealt over the tensor-parallel ranks.
+    """
+
+    head: Head
+    vocab_size: int
+    thd: bool
+    padded: bool
+    tp: int
+    cp: int
+    sequence_parallel: bool
+
+    @property
+    def multiple(self) -> int:
+        """What the length of every row must be a multiple of (`thd`), or of the whole pack."""
+        return (self.tp if self.sequence_parallel else 1) * (2 * self.cp if self.cp > 1 else 1)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Arguments of the model for one micro-batch, and where its predicting positions are in its output.
+
+    Attributes:
+        arguments: of GPTModel's forward.
+        rotary: position ids and the longest row, for `PackedRotary`; None where Megatron counts itself.
+        predict: (N,) positions in the flattened output, (S·b) in the order (position, row).
+    """
+
+    arguments: dict[str, Any]
+    rotary: tuple[torch.Tensor, int] | None
+    predict: torch.Tensor
+
+
+def model_inputs(packed: PackedRows, layout: Layout) -> Inputs:
+    """Lay one micro-batch out.
+
+    A micro-batch without tokens runs one token that nothing reads, because other ranks wait in the same collectives.
+    """
+    if layout.padded:
+        return _padded(packed)
+    return _thd(packed, layout) if layout.thd else _masked(packed)
+
+
+def _masked(packed: PackedRows) -> Inputs:
+    ids, positions, _ = _tokens(packed)
+    # A row begins where positions restart; True in the mask means: not seen.
+    row = (positions == 0).cumsum(0)
+    order = torch.arange(len(ids), device=ids.device)
+    hidden = (row[:, None] != row[None, :]) | (order[None, :] > order[:, None])
+    arguments = {"input_ids": ids[None], "position_ids": positions[None], "attention_mask": hidden[None, None]}
+    return Inputs(arguments, (positions, max(packed.max_seqlen, 1)), packed.predict)
+
+
+def _padded(packed: PackedRows) -> Inputs:
+    cu_seqlens = packed.cu_seqlens.to(torch.int64)
+    num_rows, width = max(len(cu_seqlens) - 1, 1), max(packed.max_seqlen, 1)
+    tokens = torch.arange(packed.input_ids.numel(), device=packed.input_ids.device)
+    row = torch.bucketize(tokens, cu_seqlens[1:], right=True)
+    column = packed.position_ids
+    ids = packed.input_ids.new_zeros(num_rows, width)
+    ids[row, column] = packed.input_ids
+    positions = torch.arange(width, device=ids.device)
+    # Padding is on the right, so a causal mask keeps it from every token that counts.
+    future = positions[None, :] > positions[:, None]
+    mask = future.expand(num_rows, 1, width, width)
+    arguments = {"input_ids": ids, "position_ids": positions.expand(num_rows, width), "attention_mask": mask}
+    return Inputs(arguments, None, column[packed.predict] * num_rows + row[packed.predict])
+
+
+def _thd(packed: PackedRows, layout: Layout) -> Inputs:
+    """Packed rows for TransformerEngine, each padded to `layout.multiple` and dealt over context-parallel ranks."""
+    ids, positions, cu_seqlens = _tokens(packed)
+    lengths = cu_seqlens.diff()
+    padded = (lengths + layout.multiple - 1) // layout.multiple * layout.multiple
+    starts = torch.cat([padded.new_zeros(1), padded.cumsum(0)])
+    row = torch.bucketize(torch.arange(len(ids), device=ids.device), cu_seqlens[1:], right=True)
+    place = starts[row] + positions
+    total = int(starts[-1])
+    wide_ids, wide_positions = ids.new_zeros(total), positions.new_zeros(total)
+    wide_ids[place], wide_positions[place] = ids, positions
+    longest = int(padded.max())
+    bounds = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_kv": cu_seqlens}
+    bounds |= {"cu_seqlens_q_padded": starts, "cu_seqlens_kv_padded": starts}
+    params = import_megatron("packed_seq_params").PackedSeqParams(
+        qkv_format="thd",
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+        **{name: value.to(torch.int32) for name, value in bounds.items()},
+    )
+    if layout.cp > 1:
+        mine = _context_rows(starts, layout.cp, import_megatron("parallel_state").get_context_parallel_rank())
+        wide_ids, wide_positions = wide_ids[mine], wide_positions[mine]
+    arguments = {
+        "input_ids": wide_ids[None],
+        "position_ids": wide_positions[None],
+        "attention_mask": None,
+        "packed_seq_params": params,
+    }
+    return Inputs(arguments, None, place[packed.predict])
+
+
+def _tokens(packed: PackedRows) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    if packed.input_ids.numel():
+        return packed.input_ids, packed.position_ids, packed.cu_seqlens.to(torch.int64)
+    one = packed.input_ids.new_zeros(1)
+    return one, one, torch.tensor([0, 1], device=one.device)
+
+
+def _context_rows(starts: torch.Tensor, size: int, rank: int) -> torch.Tensor:
+    """Positions (T/size,) of the whole pack that a context-parallel rank runs.
+
+    They are the `rank`-th of each row's 2·size pieces and the one as far from the end, so that causal attention costs
+    every rank the same.
+    """
+    pieces = []
+    for begin, end in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True):
+        piece = (end - begin) // (2 * size)
+        for number in (rank, 2 * size - 1 - rank):
+            pieces.append(torch.arange(begin + number * piece, begin + (number + 1) * piece, device=starts.device))
+    return torch.cat(pieces)
+
+
+class OutputReader:
+    """Reads the model's last hidden states at the predicting positions only; handed to GPTModel as a hook.
+
+    Args:
+        layout: of the micro-batch.
+        inputs: of the micro-batch.
+    """
+
+    def __init__(self, layout: Layout, inputs: Inputs) -> None:
+        self.layout = layout
+        self.inputs = inputs
+
+    def __call__(
+        self, *, hidden_states: torch.Tensor, output_layer: Any, output_weight: torch.Tensor | None, **_: Any
+    ) -> torch.Tensor:
+        """Logits (N, V_local) or values (N, 1) from hidden states (S, b, H)."""
+        layout = self.layout
+        if layout.sequence_parallel:
+            # What follows is the same on every rank of the group, or sums its own gradient over it.
+            hidden_states = import_megatron("tensor_parallel").gather_from_sequence_parallel_region(
+                hidden_states, tensor_parallel_output_grad=False
+            )
+        flat = hidden_states.flatten(0, 1)
+        if layout.cp > 1:
+            flat = gather_context(flat, self.inputs, layout)
+        chosen = flat[self.inputs.predict]
+        return output_layer(chosen[:, None], weight=output_weight)[0][:, 0]
+
+
+def gather_context(local: torch.Tensor, inputs: Inputs, layout: Layout) -> torch.Tensor:
+    """The whole pack's hidden states (T, H) from the context-parallel ranks' (T/cp, H); collective.
+
+    Every rank then computes the same loss, so a rank's gradient is its own slice of the whole: nothing is summed.
+    """
+    state = import_megatron("parallel_state")
+    params = inputs.arguments["packed_seq_params"]
+    starts = params.cu_seqlens_q_padded.to(torch.int64)
+    places = torch.cat([_context_rows(starts, layout.cp, rank) for rank in range(layout.cp)])
+    whole = _GatherSlices.apply(local, state.get_context_parallel_group())
+    return torch.empty_like(whole).index_copy(0, places, whole)
+
+
+class _GatherSlices(torch.autograd.Function):
+    """All ranks' rows one after another; backward takes this rank's own."""
+
+    @staticmethod
+    def forward(ctx: Any, local: torch.Tensor, group: Any) -> torch.Tensor:
+        ctx.rank, ctx.size = torch.distributed.get_rank(group), torch.distributed.get_world_size(group)
+        whole = local.new_empty(local.shape[0] * ctx.size, *local.shape[1:])
+        torch.distributed.all_gather_into_tensor(whole, local.contiguous(), group=group)
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0].chunk(ctx.size)[ctx.rank].contiguous(), None
+
+
+def token_outputs(
+    logits: torch.Tensor, packed: PackedRows, layout: Layout, *, entropy: bool, sum_pi_squared: bool
+) -> TokenOutputs:
+    """What the model says at the N positions, float32, the same on every tensor-parallel rank.
+
+    Args:
+        logits: (N, V_local) this rank's columns, or (N, 1) values.
+        packed: the micro-batch.
+        layout: how it was run.
+        entropy: whether to compute the entropy too ("lm" only).
+        sum_pi_squared: whether to compute Σπ² too, without a gradient ("lm" only).
+    """
+    if layout.head == "value":
+        return TokenOutputs(values=logits[:, 0].float())
+    if layout.tp > 1:
+        state = import_megatron("parallel_state")
+        log_probs, entropies, squares = vocab_parallel_outputs(
+            logits,
+            packed.labels,
+            packed.temperature,
+            first=state.get_tensor_model_parallel_rank() * logits.shape[1],
+            vocab_size=layout.vocab_size,
+            group=state.get_tensor_model_parallel_group(),
+            entropy=entropy,
+            sum_pi_squared=sum_pi_squared,
+        )
+        return TokenOutputs(log_probs=log_probs, entropy=entropies, sum_pi_squared=squares)
+    squares = token_sum_pi_squared(logits.detach(), packed.temperature) if sum_pi_squared else None
+    if not entropy:
+        log_probs = token_log_probs(logits, packed.labels, packed.temperature)
+        return TokenOutputs(log_probs=log_probs, sum_pi_squared=squares)
+    log_probs, entropies = token_log_probs_and_entropy(logits, packed.labels, packed.temperature)
+    return TokenOutputs(log_probs=log_probs, entropy=entropies, sum_pi_squared=squares)

@@ -1,0 +1,115 @@
+"""What the spawned ranks of this wheel's tests run; importable, so that fresh processes find it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ostinato.workers.core.testing import conformance
+from ostinato.workers.core.testing.oracle import MakeEngine, Oracle, assert_near, assert_same_weights, make_rows, start
+from ostinato.workers.megatron import parallel
+from ostinato.workers.megatron.config import MegatronConfig
+from ostinato.workers.megatron.engine import MegatronEngine
+from ostinato.workers.megatron.testing.models import tiny_mixture, tiny_qwen3
+
+FEW = (conformance.check_parity, conformance.check_empty_micro_batches, conformance.check_weight_source)
+
+TP: dict[str, Any] = {"tensor_model_parallel_size": 2}
+PP: dict[str, Any] = {"pipeline_model_parallel_size": 2}
+VPP: dict[str, Any] = {"pipeline_model_parallel_size": 3, "virtual_pipeline_model_parallel_size": 2}
+EP: dict[str, Any] = {"expert_model_parallel_size": 2}
+PLAIN: dict[str, Any] = {"use_distributed_optimizer": False}
+
+
+def megatron(**config: Any) -> MakeEngine:
+    """A picklable engine factory in float32 with entries of `MegatronConfig`; its groups are made anew."""
+    return partial(_fresh, MegatronConfig(**{"dtype": "fp32", **config}))
+
+
+def _fresh(config: MegatronConfig, **arguments: Any) -> MegatronEngine:
+    if parallel.made_for() not in (None, config.sizes):
+        parallel.shutdown()
+    return MegatronEngine(engine=config, **arguments)
+
+
+def prepare(workspace: Path) -> None:
+    """Write this wheel's own model folders beside those of the suite: `qwen3`, `untied3`, `mixture`, `deep`."""
+    tiny_qwen3(workspace / "qwen3")
+    tiny_qwen3(workspace / "untied3", tied=False, seed=5)
+    tiny_mixture(workspace / "mixture")
+    tiny_qwen3(workspace / "deep", num_layers=6, seed=6)
+
+
+def check_family(make_engine: MakeEngine, folder: Path) -> None:
+    """Log-probabilities, loss, gradient norm and weights of a family equal one plain Hugging Face model's."""
+    driver = start(make_engine, folder)
+    oracle = Oracle(folder, "lm", driver_optim(), driver.engine.device)
+    rows = make_rows(6, seed=21)
+    collected = driver.outputs(rows, 3)
+    if collected is not None:
+        log_probs, entropy = oracle.all_outputs(driver.mine(rows))
+        torch.testing.assert_close(torch.cat([c["log_probs"] for c in collected]), log_probs, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(torch.cat([c["entropy"] for c in collected]), entropy, rtol=1e-5, atol=1e-5)
+    for step in range(2):
+        rows = make_rows(6, seed=22 + step)
+        loss, stats = driver.train(rows, 2)
+        assert_near("loss", loss, oracle.loss(rows), rtol=1e-5)
+        assert_near("gradient norm", stats.grad_norm, oracle.step().grad_norm, rtol=1e-5)
+    oracle_state, state = oracle.state(), driver.state()
+    # transformers keeps all experts of a layer in one tensor; the folder has them one by one.
+    shared = state.keys() & oracle_state.keys()
+    assert len(shared) >= len(state) // 2 - 8
+    assert_same_weights({name: state[name] for name in shared}, {name: oracle_state[name] for name in shared}, 1e-5)
+
+
+def driver_optim() -> Any:
+    """The suite's optimizer."""
+    from ostinato.workers.core.testing.oracle import OPTIM
+
+    return OPTIM
+
+
+def run(workspace: Path, layouts: Sequence[tuple[str, dict[str, Any], Sequence[conformance.Check]]]) -> list[str]:
+    """Run checks of the suite for several layouts; names of what passed."""
+    passed: list[str] = []
+    for name, config, checks in layouts:
+        passed += [f"{check}[{name}]" for check in conformance.run_checks(megatron(**config), workspace, checks)]
+    return passed
+
+
+def two_ranks(workspace: Path, device_type: str = "cpu") -> list[str]:
+    """Everything that two ranks are asked to do; names of what passed."""
+    if device_type == "cpu":
+        from ostinato.workers.megatron.testing.cpu import install
+
+        install()
+    passed = run(
+        workspace,
+        [
+            ("tp", TP, conformance.CHECKS),
+            ("pp", PP | PLAIN, conformance.CHECKS),
+            ("dp", PLAIN, FEW),
+            ("dp-distributed", {}, (*FEW, conformance.check_save_load)),
+        ],
+    )
+    families = {"tp": (TP, ("qwen3", "untied3")), "pp": (PP, ("qwen3", "mixture"))}
+    families |= {"ep": (EP, ("mixture",)), "ep-plain": (EP | PLAIN, ("mixture",))}
+    for name, (config, folders) in families.items():
+        for folder in folders:
+            check_family(megatron(**config), workspace / folder)
+            passed.append(f"{folder}[{name}]")
+    return passed
+
+
+def three_ranks(workspace: Path, device_type: str = "cpu") -> list[str]:
+    """The interleaved schedule, which takes three stages or more."""
+    if device_type == "cpu":
+        from ostinato.workers.megatron.testing.cpu import install
+
+        install()
+    check_family(megatron(**VPP), workspace / "deep")
+    return ["deep[vpp]"]
