@@ -3,13 +3,15 @@
 python benchmarks/controller/bench_ranks.py [--rows-per-rank 8] [--repeat 5]
 
 Everything of the controller runs as it does on Ray (plan, layouts, packing, tickets, replies, futures); Ray itself is
-replaced by a table. `bare` is the least that any controller has to do: one object a rank made, sent and read back. The
-last column is how cost grows from one line to the next: 1.0 is in proportion to the ranks.
+replaced by a table. Milliseconds are CPU time. `bare` is the least that any controller has to do: one object a rank
+made, sent and read back. Growth is from one line to the next: 1.0 is in proportion to the ranks; `no gc` is without
+Python's cycle collector, whose passes over all objects are what grows faster than the ranks.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import math
 import pickle
 import statistics
@@ -117,23 +119,25 @@ def bare(ranks: int) -> int:
 def median(run: Callable[[], Any], repeat: int) -> float:
     seconds = []
     for _ in range(repeat + 1):
-        begun = time.perf_counter()
+        begun = time.process_time()
         run()
-        seconds.append(time.perf_counter() - begun)
+        seconds.append(time.process_time() - begun)
     return 1000 * statistics.median(seconds[1:])
 
 
-def costs(ranks: int, rows: int, repeat: int) -> tuple[float, float, float]:
-    """Milliseconds of a call on rows as they lie, of one on reordered rows, and of the bare least."""
+def costs(ranks: int, rows: int, repeat: int) -> dict[str, float]:
+    """Milliseconds of a call on rows as they lie, of one on reordered rows, each without gc too, and the bare least."""
     store = Table()
     wire, mesh = Wire(ranks, store), Mesh(grid(ranks))
     batch = left_by_a_call(ranks, rows, store)
     mixed = batch.reorder(np.random.default_rng(0).permutation(len(batch)))
-    return (
-        median(lambda: call(wire, mesh, batch), repeat),
-        median(lambda: call(wire, mesh, mixed), repeat),
-        median(lambda: bare(ranks), repeat),
-    )
+    found = {}
+    for name, rows_to_send in (("aligned", batch), ("reordered", mixed)):
+        found[name] = median(lambda rows=rows_to_send: call(wire, mesh, rows), repeat)
+        gc.disable()
+        found[f"{name}, no gc"] = median(lambda rows=rows_to_send: call(wire, mesh, rows), repeat)
+        gc.enable()
+    return found | {"bare": median(lambda: bare(ranks), repeat)}
 
 
 def main() -> None:
@@ -142,17 +146,18 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=5)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    print("| ranks | rows | aligned ms | us a rank | reordered ms | us a rank | bare ms | growth | growth, reordered |")
-    print("|---|---|---|---|---|---|---|---|---|")
-    before: tuple[float, float] | None = None
+    names = ("aligned", "aligned, no gc", "reordered", "reordered, no gc")
+    print(f"| ranks | rows | {' | '.join(f'{name}: ms (us a rank; growth)' for name in names)} | bare ms |")
+    print("|---" * (len(names) + 3) + "|")
+    before: dict[str, float] = {}
     for ranks in RANKS:
-        aligned, moved, least = costs(ranks, arguments.rows_per_rank, arguments.repeat)
-        growth = "" if before is None else f"{math.log(aligned / before[0], 8):.2f}"
-        growth_moved = "" if before is None else f"{math.log(moved / before[1], 8):.2f}"
-        before = aligned, moved
-        cells = [ranks, ranks * arguments.rows_per_rank, f"{aligned:.1f}", f"{1000 * aligned / ranks:.0f}"]
-        cells += [f"{moved:.1f}", f"{1000 * moved / ranks:.0f}", f"{least:.2f}", growth, growth_moved]
-        print(f"| {' | '.join(map(str, cells))} |")
+        found = costs(ranks, arguments.rows_per_rank, arguments.repeat)
+        cells = []
+        for name in names:
+            growth = f"; {math.log(found[name] / before[name], 8):.2f}" if before else ""
+            cells.append(f"{found[name]:.1f} ({1000 * found[name] / ranks:.0f}{growth})")
+        print(f"| {ranks} | {ranks * arguments.rows_per_rank} | {' | '.join(cells)} | {found['bare']:.2f} |")
+        before = found
 
 
 if __name__ == "__main__":

@@ -132,5 +132,6 @@ def copy_containers(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: copy_containers(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [copy_containers(item) for item in value]
+        flat = not any(issubclass(kind, dict | list) for kind in set(map(type, value)))
+        return list(value) if flat else [copy_containers(item) for item in value]
     return value
