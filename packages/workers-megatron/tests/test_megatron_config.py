@@ -72,6 +72,6 @@ def test_megatron_layout_that_does_not_fit_names_the_number_that_would(entries, 
 
 
 def test_megatron_layout_that_fits_has_no_problem():
-    config = MegatronConfig(tensor_model_parallel_size=2, pipeline_model_parallel_size=2, expert_model_parallel_size=2)
+    config = MegatronConfig(pipeline_model_parallel_size=2, expert_model_parallel_size=2)
     assert layout_problems(config, 8, num_heads=4, num_kv_heads=2, num_layers=6, num_experts=4) == []
     assert "the model has none" in layout_problems(config, 8, num_experts=0)[0][1]
