@@ -223,11 +223,22 @@ def prepare(options: argparse.Namespace) -> None:
         options.data = options.out / "toy"
         if not options.data.exists():
             largest.prepare(options.data, seed=0)
+            widen_heads(options.model)
     found = {name: importlib.metadata.version(name) for name in VERSIONS if _has(name)}
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     with (options.out / "summary.md").open("a") as file:
         file.write(f"\n# {time.strftime('%d %B %Y %H:%M')}, {device}, Python {sys.version.split()[0]}\n")
         file.write(", ".join(f"{name} {version}" for name, version in found.items()) + "\n")
+
+
+def widen_heads(folder: Path) -> None:
+    """Give the toy model heads of 32, the smallest that vLLM's CPU kernels take."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(folder)
+    config.num_attention_heads = config.num_key_value_heads = config.hidden_size // 32
+    config.head_dim = 32
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
 
 
 def _has(name: str) -> bool:

@@ -110,7 +110,7 @@ def test_sglang_marks_aborted_rows(engines: Engines, setting: Setting):
             return answer
 
         first = int(str(rollout._requests)[6:-1])
-        names = {f"ostinato-{first + row}" for row in rows}
+        names = {f"ostinato-{first + row}-" for row in rows}
         manager._send_one_request = sending if rows else send
 
     check_aborted_rows(engines, replace(setting, abort=abort))

@@ -6,6 +6,7 @@ The engine runs what the adapter sends to schedulers (the weight loader, the dra
 from __future__ import annotations
 
 import asyncio
+import subprocess
 import sys
 import types
 from collections.abc import Callable, Collection
@@ -171,6 +172,11 @@ class Serializer:
 @pytest.fixture(autouse=True)
 def sglang(monkeypatch):
     """`sglang` as far as the adapter knows it."""
+    stand_in(monkeypatch)
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put the modules that the adapter imports where it will look for them."""
     io_struct: Any = types.ModuleType("sglang.srt.managers.io_struct")
     for name in (
         "BeginWeightUpdateReqInput",
@@ -318,8 +324,6 @@ def test_sglang_an_interrupted_call_ends_its_requests(rollout: Any, setting: Set
 
 def test_sglang_a_lost_process_is_an_error(rollout: Any, setting: Setting, monkeypatch):
     """A call that waits for an engine which is gone ends with its name."""
-    import subprocess
-
     import psutil
 
     import ostinato.rollout.backends.sglang as adapter
@@ -416,3 +420,48 @@ def test_sglang_draws_keep_to_the_restrictions():
     assert seen(1 << 30, 0.6, 0.0) == {1, 3}
     assert seen(1 << 30, 1.0, 0.45) == {1, 2, 3}
     assert seen(1 << 30, 1e-9, 0.0) == {1}
+
+
+TWO_RANKS = """
+import sys
+from pathlib import Path
+import pytest, torch
+folder, rank, path = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
+sys.path.insert(0, folder)
+import test_rollout_sglang_contract as contract
+from ostinato.rollout.errors import EngineStateError
+from ostinato.rollout.reshard import reshard
+from ostinato.rollout.testing import ModuleWeights, Setting, make_prompts
+
+contract.stand_in(pytest.MonkeyPatch())
+setting = Setting("sglang", path / str(rank))
+model, module = setting.model()  # before there are ranks: transformers writes a model on the first one alone
+torch.distributed.init_process_group("gloo", init_method=f"file://{path}/store", rank=rank, world_size=2)
+config = setting.config(tensor_model_parallel_size=2)
+rollout = contract.make(config, model)
+assert (rollout._engine is None) == (rank == 1), "the first rank owns the engine"
+with reshard(ModuleWeights(module), rollout, bucket_megabytes=1):
+    rows = rollout.generate(make_prompts([[5, 6], [7]]), config.sampling(eos_token_ids=()))
+if rank == 0:
+    assert len(contract.Engine.made) == 1 and contract.Engine.made[0]["tp_size"] == 2
+    rollout._manager.refuse = "not these"
+try:
+    with reshard(ModuleWeights(module), rollout):
+        pass
+except EngineStateError as error:
+    print(rows.batch["responses"].tolist(), "refused the weights: not these" in str(error))
+"""
+
+
+def test_sglang_two_ranks_share_an_engine(tmp_path):
+    """Both make the same calls; the second has the same answers and the same error."""
+    (tmp_path / "ranks.py").write_text(TWO_RANKS)
+    words = [sys.executable, str(tmp_path / "ranks.py"), str(Path(__file__).parent)]
+    running = [
+        subprocess.Popen([*words, str(rank), str(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    told = [process.communicate(timeout=170) for process in running]
+    assert [process.returncode for process in running] == [0, 0], [errors[-2000:] for _, errors in told]
+    assert told[0][0] == told[1][0]
+    assert told[0][0].strip().endswith("True")

@@ -476,7 +476,8 @@ class SglangRollout:
             input_ids=token_lists,
             sampling_params=requests,
             return_logprob=True,
-            rid=[f"ostinato-{next(self._requests)}" for _ in token_lists],
+            # SGLang aborts every request whose name begins like the one it is told.
+            rid=[f"ostinato-{next(self._requests)}-" for _ in token_lists],
         )
         task = self._engine.loop.create_task(self._answers(request))
         try:
