@@ -91,7 +91,7 @@ class DataProtoFuture:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Names of all columns."""
+        """Names of all columns, in the order in which they came; those of a `DataProto` are tensors first."""
         return tuple(self._state.places)
 
     @property
