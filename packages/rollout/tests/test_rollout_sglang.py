@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Collection
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -95,23 +96,23 @@ def test_sglang_marks_aborted_rows(engines: Engines, setting: Setting):
 
     def abort(rollout: Any, rows: Collection[int]) -> None:
         manager = rollout._manager
-        send = type(manager)._send_one_request.__get__(manager)
-
-        def sending(request: Any, *args: Any, **kwargs: Any) -> Any:
-            answer = send(request, *args, **kwargs)
-            return told(request.rid, answer) if inspect.isawaitable(answer) else given_up(request.rid, answer)
-
-        async def told(name: str, answer: Any) -> Any:
-            return given_up(name, await answer)
-
-        def given_up(name: str, answer: Any) -> Any:
-            if name in names:
-                manager.abort_request(name)
-            return answer
-
         first = int(str(rollout._requests)[6:-1])
-        names = {f"ostinato-{first + row}-" for row in rows}
-        manager._send_one_request = sending if rows else send
+        names = [f"ostinato-{first + row}-" for row in rows]
+        for method in ("_send_one_request", "_send_batch_request"):
+            inner = getattr(type(manager), method).__get__(manager)
+            setattr(manager, method, partial(sending, manager, names, inner) if rows else inner)
+
+    def sending(manager: Any, names: list[str], inner: Any, requests: Any) -> Any:
+        answer = inner(requests)
+        return told(manager, names, answer) if inspect.isawaitable(answer) else give_up(manager, names, answer)
+
+    async def told(manager: Any, names: list[str], answer: Any) -> Any:
+        return give_up(manager, names, await answer)
+
+    def give_up(manager: Any, names: list[str], answer: Any) -> Any:
+        for name in names:
+            manager.abort_request(name)
+        return answer
 
     check_aborted_rows(engines, replace(setting, abort=abort))
 
