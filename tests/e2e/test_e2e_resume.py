@@ -14,9 +14,11 @@ import torch
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from toy_runs import arguments, metrics_of, nested, toy_overrides, untimed
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from ostinato.ppo import run as run_module
 from ostinato.ppo.checkpoint import Checkpoints, complete_steps
+from ostinato.ppo.cli import main
 from ostinato.ppo.config import PpoConfig
 from ostinato.ppo.preflight import check
 
@@ -73,6 +75,27 @@ def test_resume_after_kill_gives_the_same_metrics_and_weights(toy, whole, tmp_pa
     second = load_file(broken / "global_step_6" / "huggingface" / "model.safetensors")
     assert first.keys() == second.keys()
     assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_export_of_a_checkpoint_is_what_the_run_exported(whole, tmp_path):
+    """By the command, from the checkpoint alone: the policy bit for bit, and the critic with its head."""
+    checkpoint = whole / "global_step_6"
+    assert main(["export", str(whole), "--to", str(tmp_path / "policy")]) == 0
+    assert (
+        main(["export", str(checkpoint), "--role", "critic", "--to", str(tmp_path / "critic"), "--dtype", "bf16"]) == 0
+    )
+    expected = load_file(checkpoint / "huggingface" / "model.safetensors")
+    found = load_file(tmp_path / "policy" / "model.safetensors")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    files = [
+        sorted(path.name for path in folder.iterdir()) for folder in (tmp_path / "policy", checkpoint / "huggingface")
+    ]
+    assert files[0] == files[1]
+    critic = AutoModelForSequenceClassification.from_pretrained(tmp_path / "critic")
+    assert critic.dtype == torch.bfloat16
+    assert critic.score.weight.shape[0] == 1
+    assert AutoTokenizer.from_pretrained(tmp_path / "critic").vocab_size > 0
 
 
 def test_resume_at_the_budget_trains_no_more(toy, whole):
