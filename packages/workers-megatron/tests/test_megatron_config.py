@@ -31,8 +31,6 @@ def test_megatron_import_touches_no_device_and_no_engine():
     [
         ({"tensor_model_parallel_size": 0}, "megatron.tensor_model_parallel_size: expected at least 1, got 0"),
         ({"expert_tensor_parallel_size": 0}, "megatron.expert_tensor_parallel_size: expected at least 1"),
-        ({"virtual_pipeline_model_parallel_size": 2}, "three stages or more"),
-        ({"sequence_parallel": True}, "megatron.tensor_model_parallel_size=1"),
         ({"dtype": "fp8"}, "megatron.dtype: expected one of auto, fp32, bf16"),
         ({"override_transformer_config": {"sequence_parallel": True}}, "use megatron.sequence_parallel"),
         ({"override_transformer_config": {"calculate_per_token_loss": False}}, "leave it out"),
@@ -60,6 +58,14 @@ def test_megatron_config_refuses_what_cannot_work(entries, text):
             "pipeline_model_parallel_size",
             "tp 2 × pp 3 × cp 1 = 6 ranks do not divide 8; take one of [1, 2, 4]",
         ),
+        (
+            {"virtual_pipeline_model_parallel_size": 2, "pipeline_model_parallel_size": 2},
+            4,
+            "virtual_pipeline_model_parallel_size",
+            "three stages or more",
+        ),
+        ({"sequence_parallel": True}, 4, "sequence_parallel", "set it to False"),
+        ({"tensor_model_parallel_size": 2}, 4, "sequence_parallel", "trains a mixture"),
         ({"expert_model_parallel_size": 3}, 3, "expert_model_parallel_size", "4 experts; take one of [1, 2, 4]"),
         ({"expert_model_parallel_size": 4}, 2, "expert_model_parallel_size", "take one of [1, 2]"),
     ],

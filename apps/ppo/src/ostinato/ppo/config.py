@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ostinato.ppo.errors import ConfigError, Problem
 from ostinato.ppo.schema import build
@@ -26,6 +26,14 @@ from ostinato.ppo.sections import (
 from ostinato.workers.core.config import ActorConfig, CriticConfig, RefConfig, RewardModelConfig
 from ostinato.workers.core.config import ActorRolloutRefConfig as WorkerConfig
 from ostinato.workers.fsdp.config import FsdpConfig
+
+if TYPE_CHECKING:
+    from ostinato.workers.megatron.config import MegatronConfig
+else:
+    try:
+        from ostinato.workers.megatron.config import MegatronConfig
+    except ImportError:  # an extra: without it the keys below `megatron` are taken as they are, a launch is refused
+        MegatronConfig = dict[str, Any]
 
 __all__ = [
     "FOLLOWS",
@@ -45,6 +53,17 @@ __all__ = [
     "TrainerConfig",
 ]
 
+_MEGATRON_SIZES = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+    "sequence_parallel",
+)
+"""A process has one Megatron layout, so the roles that share it have the actor's."""
+
 FOLLOWS: dict[str, str] = {
     "data.seed": "trainer.seed",
     "actor_rollout_ref.rollout.seed": "trainer.seed",
@@ -53,6 +72,12 @@ FOLLOWS: dict[str, str] = {
     "critic.model.path": "actor_rollout_ref.model.path",
     "critic.ppo_epochs": "actor_rollout_ref.actor.ppo_epochs",
     "actor_rollout_ref.ref.ulysses_sequence_parallel_size": "actor_rollout_ref.actor.ulysses_sequence_parallel_size",
+    "actor_rollout_ref.ref.strategy": "actor_rollout_ref.actor.strategy",
+    **{
+        f"{role}.megatron.{size}": f"actor_rollout_ref.actor.megatron.{size}"
+        for role in ("actor_rollout_ref.ref", "critic")
+        for size in _MEGATRON_SIZES
+    },
 }
 """Keys that take another key's value until they are given one of their own."""
 
@@ -63,9 +88,11 @@ class ActorSection(ActorConfig):
 
     Attributes:
         fsdp_config: layout, offload and number types of the FSDP engine.
+        megatron: parallel sizes, offload and number types of the Megatron engine.
     """
 
     fsdp_config: FsdpConfig = field(default_factory=FsdpConfig)
+    megatron: MegatronConfig = field(default_factory=MegatronConfig)
 
 
 @dataclass(frozen=True)
@@ -74,9 +101,11 @@ class RefSection(RefConfig):
 
     Attributes:
         fsdp_config: layout, offload and number types of the FSDP engine.
+        megatron: parallel sizes, offload and number types of the Megatron engine.
     """
 
     fsdp_config: FsdpConfig = field(default_factory=FsdpConfig)
+    megatron: MegatronConfig = field(default_factory=MegatronConfig)
 
 
 @dataclass(frozen=True)
@@ -85,9 +114,11 @@ class CriticSection(CriticConfig):
 
     Attributes:
         fsdp_config: layout, offload and number types of the FSDP engine.
+        megatron: parallel sizes, offload and number types of the Megatron engine.
     """
 
     fsdp_config: FsdpConfig = field(default_factory=FsdpConfig)
+    megatron: MegatronConfig = field(default_factory=MegatronConfig)
 
 
 Role = TypeVar("Role", ActorSection, CriticSection)
@@ -103,6 +134,7 @@ class RewardModelSection(RewardModelConfig):
         n_gpus_per_node: GPUs a node of that pool; on a CPU, processes.
         nnodes: nodes of that pool.
         fsdp_config: layout, offload and number types of the FSDP engine.
+        megatron: parallel sizes, offload and number types of the Megatron engine.
     """
 
     enable: bool = False
@@ -110,6 +142,7 @@ class RewardModelSection(RewardModelConfig):
     n_gpus_per_node: int = 1
     nnodes: int = 1
     fsdp_config: FsdpConfig = field(default_factory=FsdpConfig)
+    megatron: MegatronConfig = field(default_factory=MegatronConfig)
 
 
 @dataclass(frozen=True)

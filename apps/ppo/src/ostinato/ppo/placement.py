@@ -8,7 +8,7 @@ from typing import Any
 from ostinato.controller import WorkerSpec
 from ostinato.ppo.config import PpoConfig
 
-ENGINES = {"fsdp": "ostinato.workers.fsdp:FsdpEngine"}
+ENGINES = {"fsdp": "ostinato.workers.fsdp:FsdpEngine", "megatron": "ostinato.workers.megatron:MegatronEngine"}
 """`strategy` -> import path of its TrainEngine."""
 
 POOL, REWARD_POOL = "global_pool", "reward_pool"

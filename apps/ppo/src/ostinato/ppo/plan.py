@@ -107,6 +107,10 @@ def _shard(section: Any, model: ModelFacts | None, ranks: int) -> float | None:
     """Parameters of one rank."""
     if model is None or model.num_parameters is None:
         return None
+    if section.strategy == "megatron":
+        return model.num_parameters / (
+            section.megatron.tensor_model_parallel_size * section.megatron.pipeline_model_parallel_size
+        )
     size = section.fsdp_config.fsdp_size
     return model.num_parameters / (size if size > 0 else ranks)
 
@@ -118,16 +122,31 @@ def _trained(role: str, section: Any, settings: ModelConfig, model: ModelFacts |
         return None
     if settings.lora_rank:
         return _frozen(role, section, model, ranks)
+    if section.strategy == "megatron":
+        return _megatron(role, section.megatron, count, ranks)
     width, away = layout.master_dtype.itemsize, []
     away += ["weights"] if layout.param_offload or layout.offload_policy else []
     away += ["optimizer"] if layout.optimizer_offload or layout.offload_policy else []
     return MemoryPlan(role, count * width, count * width, 2 * count * width, " and ".join(away))
 
 
+def _megatron(role: str, layout: Any, count: float, ranks: int) -> MemoryPlan:
+    """Weights in the products' type, gradients in float32; moments and the optimizer's own weights may be dealt out."""
+    full = layout.dtype == "fp32"
+    copies = layout.tensor_model_parallel_size * layout.pipeline_model_parallel_size
+    dealt = ranks / copies if layout.use_distributed_optimizer else 1
+    away = [name for name, flag in (("weights", layout.param_offload), ("optimizer", layout.optimizer_offload)) if flag]
+    own = 8 if full else 12
+    return MemoryPlan(role, count * (4 if full else 2), count * 4, own * count / dealt, " and ".join(away))
+
+
 def _frozen(role: str, section: Any, model: ModelFacts | None, ranks: int) -> MemoryPlan | None:
     layout, count = section.fsdp_config, _shard(section, model, ranks)
     if count is None:
         return None
+    if section.strategy == "megatron":
+        away = "weights" if section.megatron.param_offload else ""
+        return MemoryPlan(role, count * (4 if section.megatron.dtype == "fp32" else 2), offloaded=away)
     away = "weights" if layout.param_offload or layout.offload_policy else ""
     return MemoryPlan(role, count * layout.master_dtype.itemsize, offloaded=away)
 

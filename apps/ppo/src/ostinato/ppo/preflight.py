@@ -11,6 +11,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import Any
 
 from ostinato.ppo.config import PpoConfig
@@ -92,13 +93,14 @@ def check(config: PpoConfig) -> Checked:
 def examine(config: PpoConfig) -> Checked:
     """Run the static checks; faults and warnings are on the result, nothing is logged or raised."""
     from ostinato.ppo import preflight_files as files
+    from ostinato.ppo.preflight_megatron import megatron
 
     checked = Checked(config)
     for look_at in (_algorithm, _policy_loss, _kl, _correction, _batches, _parallel, _validation):
         look_at(checked)
     for look_at in (files.data, files.models, files.reward_function, files.run_folder):
         look_at(checked)
-    for look_at in (_heads, _lengths):  # these need the model's own numbers
+    for look_at in (_heads, _lengths, megatron):  # these need the model's own numbers
         look_at(checked)
     files.absolute_paths(checked)
     return checked
@@ -250,7 +252,7 @@ def _batches(checked: Checked) -> None:
             )
 
 
-def _sections(checked: Checked) -> Iterator[tuple[str, Any, int]]:
+def sections(checked: Checked) -> Iterator[tuple[str, Any, int]]:
     """Every role with an engine: its dotted name, section, and number of ranks."""
     config, world = checked.config, checked.config.world_size
     yield ACTOR, config.actor_rollout_ref.actor, world
@@ -278,7 +280,7 @@ def _parallel(checked: Checked) -> None:
     elif trainer.n_gpus_per_node % tp:
         checked.warn(key, f"an engine of {tp} ranks spans nodes ({trainer.n_gpus_per_node} a node), which is slow")
     reward = config.reward_model
-    for role, section, ranks in _sections(checked):
+    for role, section, ranks in sections(checked):
         size, shared = section.fsdp_config.fsdp_size, section.ulysses_sequence_parallel_size
         if size > 0 and ranks % size:
             checked.refuse(f"{role}.fsdp_config.fsdp_size", f"{size} does not divide {ranks} ranks")
@@ -302,7 +304,7 @@ def _validation(checked: Checked) -> None:
 
 
 def _heads(checked: Checked) -> None:
-    for role, section, _ in _sections(checked):
+    for role, section, _ in sections(checked):
         model = checked.models.get("actor" if role.startswith("actor_rollout_ref") else role)
         size = section.ulysses_sequence_parallel_size
         if model is None or not model.num_heads or size == 1:
@@ -383,13 +385,16 @@ def _missing_gpus(config: PpoConfig) -> Iterator[str]:
 def _missing_software(config: PpoConfig) -> Iterator[str]:
     from ostinato.ppo.loggers import TrackingError
     from ostinato.ppo.loggers import check_installed as check_loggers
+    from ostinato.ppo.preflight_megatron import missing
     from ostinato.rollout import RolloutError, check_installed
 
-    try:
-        check_installed(config.actor_rollout_ref.rollout.name)
-    except RolloutError as error:
-        yield str(error)
-    try:
-        check_loggers(config.trainer.logger)
-    except TrackingError as error:
-        yield str(error)
+    yield from missing(config)
+    name, trackers = config.actor_rollout_ref.rollout.name, config.trainer.logger
+    for find in (lambda: check_installed(name), lambda: check_loggers(trackers)):
+        try:
+            find()
+        except (RolloutError, TrackingError) as error:
+            yield str(error)
+    adapts = config.actor_rollout_ref.model.lora_rank or (config.needs_critic and config.critic.model.lora_rank)
+    if adapts and find_spec("peft") is None:
+        yield "model.lora_rank: adapters need peft, which is missing: pip install 'ostinato-workers-fsdp[lora]'"

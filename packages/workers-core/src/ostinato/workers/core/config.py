@@ -31,7 +31,7 @@ __all__ = [
 
 LOSS_AGG_MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean")
 KL_LOSS_TYPES = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
-STRATEGIES = ("fsdp",)
+STRATEGIES = ("fsdp", "megatron")
 
 
 @dataclass(frozen=True)
@@ -88,19 +88,23 @@ class EngineChoice:
     """Which training engine runs a model, and that engine's own config.
 
     Attributes:
-        strategy: `fsdp`.
+        strategy: `fsdp` or `megatron`.
         fsdp_config: the FSDP engine's own config.
+        megatron: the Megatron engine's own config.
         ulysses_sequence_parallel_size: ranks that share the tokens of a micro-batch; every token budget a GPU counts
             that many times. FSDP only.
     """
 
     strategy: str = "fsdp"
     fsdp_config: Any = None
+    megatron: Any = None
     ulysses_sequence_parallel_size: int = 1
 
     @property
     def engine_config(self) -> Any:
         """The config of the engine that `strategy` names, with what the role says about it."""
+        if self.strategy == "megatron":
+            return self.megatron
         config, size = self.fsdp_config, self.ulysses_sequence_parallel_size
         if size == 1:
             return config

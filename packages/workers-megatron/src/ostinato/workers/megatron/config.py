@@ -79,18 +79,6 @@ class MegatronConfig:
             _at_least_one(self, f"{name}_model_parallel_size")
         for name in ("context_parallel_size", "expert_tensor_parallel_size"):
             _at_least_one(self, name)
-        virtual = self.virtual_pipeline_model_parallel_size
-        if virtual is not None and self.pipeline_model_parallel_size < 3:
-            raise MegatronConfigError(
-                f"megatron.virtual_pipeline_model_parallel_size: {virtual} pieces a stage need three stages or more "
-                "(between two, what goes forward and what goes back would meet), and "
-                f"megatron.pipeline_model_parallel_size={self.pipeline_model_parallel_size}; set it to null"
-            )
-        if self.sequence_parallel and self.tensor_model_parallel_size == 1:
-            raise MegatronConfigError(
-                "megatron.sequence_parallel: True splits over tensor-parallel ranks, and "
-                "megatron.tensor_model_parallel_size=1; set it to False"
-            )
         if self.dtype not in DTYPES:
             raise MegatronConfigError(f"megatron.dtype: expected one of {', '.join(DTYPES)}, got {self.dtype!r}")
         for name in OWNED:
@@ -167,6 +155,14 @@ def layout_problems(
     """
     problems: list[tuple[str, str]] = []
     tp, pp = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
+    virtual = config.virtual_pipeline_model_parallel_size
+    if virtual is not None and pp < 3:
+        text = f"{virtual} pieces a stage need three stages or more (between two, what goes forward and what goes back"
+        text += f" would meet), and pipeline_model_parallel_size={pp}; set it to null"
+        problems.append(("virtual_pipeline_model_parallel_size", text))
+    if config.sequence_parallel and tp == 1:
+        text = "True splits over tensor-parallel ranks, and tensor_model_parallel_size=1; set it to False"
+        problems.append(("sequence_parallel", text))
     for what, number in (("attention heads", num_heads), ("key/value heads", num_kv_heads)):
         if number and number % tp:
             fits = [size for size in divisors(number) if ranks % size == 0]

@@ -22,6 +22,9 @@ from ostinato.workers.megatron.errors import (
 _SIZES: dict[str, Any] = {}
 """What this process's Megatron groups were made for; Megatron keeps one set of groups a process."""
 
+_WORLD: list[Any] = []
+"""The default process group that they were made from; a run that is over leaves groups of one that is gone."""
+
 
 def import_megatron(name: str) -> Any:
     """Import a module of Megatron-Core.
@@ -72,6 +75,8 @@ def initialize(config: MegatronConfig, device: torch.device) -> None:
     for key, text in layout_problems(config, dist.get_world_size()):
         raise MegatronConfigError(f"megatron.{key}: {text}")
     state = import_megatron("parallel_state")
+    if _WORLD and _WORLD[0] is not dist.group.WORLD:
+        shutdown()
     if state.model_parallel_is_initialized():
         if config.sizes != _SIZES:
             other = {name: size for name, size in config.sizes.items() if size != _SIZES.get(name)}
@@ -87,6 +92,7 @@ def initialize(config: MegatronConfig, device: torch.device) -> None:
         create_gloo_process_groups=False,
     )
     _SIZES.update(config.sizes)
+    _WORLD[:] = [dist.group.WORLD]
     if not import_megatron("tensor_parallel.random").get_cuda_rng_tracker().is_initialized():
         keep_random_state(device, lambda: _seed(config.seed))
 
@@ -100,6 +106,7 @@ def shutdown() -> None:
     """Forget this process's groups, so that the next engine may have other sizes; for tests and benchmarks."""
     import_megatron("parallel_state").destroy_model_parallel()
     _SIZES.clear()
+    _WORLD.clear()
 
 
 def _seed(seed: int) -> None:

@@ -1,0 +1,79 @@
+"""What `check` and `check_launch` look at where a role trains on Megatron-Core."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.util import find_spec
+from typing import Any
+
+from ostinato.ppo.config import PpoConfig
+from ostinato.ppo.preflight import Checked, sections
+
+ACTOR, REF = "actor_rollout_ref.actor", "actor_rollout_ref.ref"
+
+
+def megatron(checked: Checked) -> None:
+    """Parallel sizes that divide ranks, heads, layers and experts, alike for the roles of one process."""
+    hybrid = checked.config.actor_rollout_ref
+    if checked.config.needs_reference and hybrid.ref.strategy != hybrid.actor.strategy:
+        text = f"{hybrid.ref.strategy} differs from {ACTOR}.strategy={hybrid.actor.strategy}; one engine runs both"
+        checked.refuse(f"{REF}.strategy", f"{text}. Leave it out, it follows the actor's", f"{ACTOR}.strategy")
+    roles = [entry for entry in sections(checked) if entry[1].strategy == "megatron"]
+    if not roles or find_spec("ostinato.workers.megatron") is None:
+        return  # keys of an engine that is not here cannot be checked; a launch is refused
+    from ostinato.workers.megatron.config import layout_problems
+
+    for role, section, ranks in roles:
+        for key, text in layout_problems(section.megatron, ranks, **_numbers(checked, role)):
+            checked.refuse(f"{role}.megatron.{key}", text, "trainer.n_gpus_per_node", "trainer.nnodes")
+        if section.ulysses_sequence_parallel_size > 1:
+            key = f"{role}.ulysses_sequence_parallel_size"
+            text = f"{section.ulysses_sequence_parallel_size} is of the FSDP engine; set it to 1 and use "
+            checked.refuse(key, f"{text}{role}.megatron.context_parallel_size", f"{role}.strategy")
+        model = hybrid.model if role in (ACTOR, REF) else getattr(checked.config, role).model
+        if model.lora_rank:
+            owner = "actor_rollout_ref" if role in (ACTOR, REF) else role
+            text = f"{model.lora_rank}, but strategy=megatron trains no adapters; set it to 0, or take fsdp"
+            checked.refuse(f"{owner}.model.lora_rank", text, f"{role}.strategy")
+    _alike(checked, roles)
+
+
+def _alike(checked: Checked, roles: list[tuple[str, Any, int]]) -> None:
+    """Megatron-Core has one layout a process."""
+    reward = checked.config.reward_model
+    shared = [entry for entry in roles if entry[0] != "reward_model" or not reward.enable_resource_pool]
+    for role, section, _ in shared[1:]:
+        first, sizes = shared[0][0], shared[0][1].megatron.sizes
+        for name, size in section.megatron.sizes.items():
+            if size != sizes[name]:
+                text = f"{size} differs from {first}.megatron.{name}={sizes[name]}, and a process has one layout"
+                checked.refuse(f"{role}.megatron.{name}", f"{text}; set them alike", f"{first}.megatron.{name}")
+
+
+def _numbers(checked: Checked, role: str) -> dict[str, int | None]:
+    """The numbers of a role's model that sizes must divide; those that are not known are left out of the checks."""
+    model = checked.models.get("actor" if role in (ACTOR, REF) else role)
+    if model is None or not model.num_heads:
+        return {}
+    return {
+        "num_heads": model.num_heads,
+        "num_kv_heads": model.num_kv_heads or model.num_heads,
+        "num_layers": model.config.get("num_hidden_layers"),
+        "num_experts": model.config.get("num_experts") or 0,
+    }
+
+
+def missing(config: PpoConfig) -> Iterator[str]:
+    """What a launch lacks."""
+    used = {config.actor_rollout_ref.actor.strategy}
+    used |= {config.critic.strategy} if config.needs_critic else set()
+    used |= {config.reward_model.strategy} if config.reward_model.enable else set()
+    if "megatron" in used and not all(_found(name) for name in ("ostinato.workers.megatron", "megatron.core")):
+        yield "strategy=megatron: Megatron-Core is not installed; pip install 'ostinato-ppo[megatron]'"
+
+
+def _found(name: str) -> bool:
+    try:
+        return find_spec(name) is not None
+    except ModuleNotFoundError:  # the package above it
+        return False

@@ -1,0 +1,106 @@
+"""`strategy=megatron`: what follows from it, and what is refused before anything starts."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import replace
+
+import pytest
+
+from ostinato.ppo import preflight_megatron
+from ostinato.ppo.config import PpoConfig
+from ostinato.ppo.facts import ModelFacts
+from ostinato.ppo.placement import ENGINES, place
+from ostinato.ppo.plan import memory_plan
+from ostinato.ppo.preflight import Checked
+from ostinato.workers.core.factory import find_engine
+
+ACTOR, REF = "actor_rollout_ref.actor", "actor_rollout_ref.ref"
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 6}
+
+
+def checked(tmp_path, *, ranks=4, model=None, **settings) -> Checked:
+    """A configuration with the actor on Megatron, and what the check found."""
+    values = {"trainer": {"n_gpus_per_node": ranks}, "actor_rollout_ref": {"actor": {"strategy": "megatron"}}}
+    for key, value in {"algorithm.adv_estimator": "grpo", **settings}.items():
+        *path, name = key.split(".")
+        section = values
+        for part in path:
+            section = section.setdefault(part, {})
+        section[name] = value
+    config = PpoConfig.from_mapping(values)
+    facts = ModelFacts(tmp_path, {**HEADS, **(model or {})}, True, 1000)
+    found = Checked(config, models={"actor": facts, "critic": facts})
+    preflight_megatron.megatron(found)
+    return found
+
+
+def sizes(role=ACTOR, **sizes):
+    return {f"{role}.megatron.{name}_size": size for name, size in sizes.items()}
+
+
+def test_ppo_megatron_is_one_key_for_actor_and_reference(tmp_path):
+    config = checked(tmp_path, **sizes(tensor_model_parallel=2), **{f"{ACTOR}.use_kl_loss": True}).config
+    assert config.actor_rollout_ref.ref.strategy == "megatron"
+    assert config.actor_rollout_ref.ref.megatron.tensor_model_parallel_size == 2
+    actor = place(config).roles["actor"]
+    assert actor.kwargs["engine"] == ENGINES["megatron"]
+    assert find_engine(actor.kwargs["engine"]).__name__ == "MegatronEngine"
+    assert config.actor_rollout_ref.actor.engine_config is config.actor_rollout_ref.actor.megatron
+
+
+@pytest.mark.parametrize(
+    ("settings", "key", "text"),
+    [
+        (sizes(tensor_model_parallel=3), f"{ACTOR}.megatron.tensor_model_parallel_size", "take one of [1, 2, 4]"),
+        (sizes(tensor_model_parallel=4), f"{ACTOR}.megatron.tensor_model_parallel_size", "2 key/value heads"),
+        (sizes(pipeline_model_parallel=4), f"{ACTOR}.megatron.pipeline_model_parallel_size", "take one of [1, 2]"),
+        (sizes(expert_model_parallel=2), f"{ACTOR}.megatron.expert_model_parallel_size", "the model has none"),
+        (
+            {f"{REF}.strategy": "fsdp", f"{ACTOR}.use_kl_loss": True},
+            f"{REF}.strategy",
+            "one engine runs both",
+        ),
+        (
+            {
+                "critic.strategy": "megatron",
+                "algorithm.adv_estimator": "gae",
+                **sizes(tensor_model_parallel=2),
+                **sizes("critic", tensor_model_parallel=1),
+            },
+            "critic.megatron.tensor_model_parallel_size",
+            "a process has one layout",
+        ),
+        ({"actor_rollout_ref.model.lora_rank": 8}, "actor_rollout_ref.model.lora_rank", "trains no adapters"),
+        ({f"{ACTOR}.ulysses_sequence_parallel_size": 2}, f"{ACTOR}.ulysses_sequence_parallel_size", "context_parallel"),
+    ],
+)
+def test_ppo_megatron_refuses_before_anything_starts(tmp_path, settings, key, text):
+    found = checked(tmp_path, **settings)
+    problems = {problem.key: problem.text for problem in found.problems}
+    assert key in problems
+    assert text in problems[key]
+
+
+def test_ppo_megatron_layout_that_fits_is_not_refused(tmp_path):
+    fitting = sizes(tensor_model_parallel=2, pipeline_model_parallel=2)
+    found = checked(tmp_path, ranks=8, **fitting, **{"critic.strategy": "megatron", "algorithm.adv_estimator": "gae"})
+    assert found.problems == []
+    assert found.config.critic.megatron.sizes == found.config.actor_rollout_ref.actor.megatron.sizes
+
+
+def test_ppo_megatron_memory_is_planned_by_its_own_sizes(tmp_path):
+    found = checked(tmp_path, ranks=4, **sizes(tensor_model_parallel=2))
+    plan = next(entry for entry in memory_plan(found) if entry.role == "actor")
+    assert (plan.weights, plan.gradients, plan.optimizer) == (500 * 2, 500 * 4, 500 * 12 / 2)
+
+
+def test_ppo_megatron_missing_names_the_install_line(monkeypatch):
+    config = PpoConfig.from_mapping({"actor_rollout_ref": {"actor": {"strategy": "megatron"}}})
+    real = importlib.util.find_spec
+    assert list(preflight_megatron.missing(config)) == []
+    hidden = lambda name: None if name.startswith("megatron") else real(name)  # noqa: E731
+    monkeypatch.setattr(preflight_megatron, "find_spec", hidden)
+    assert "pip install 'ostinato-ppo[megatron]'" in next(preflight_megatron.missing(config))
+    fsdp = replace(config.actor_rollout_ref, actor=replace(config.actor_rollout_ref.actor, strategy="fsdp"))
+    assert list(preflight_megatron.missing(replace(config, actor_rollout_ref=fsdp))) == []
