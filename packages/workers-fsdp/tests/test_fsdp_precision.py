@@ -9,7 +9,7 @@ from torch import nn
 from ostinato.workers.core.testing.oracle import STILL, assert_same_weights, make_rows, start
 from ostinato.workers.fsdp.activations import ActivationOffload
 from ostinato.workers.fsdp.scaling import FIRST_EXPONENT, GROWTH_INTERVAL, LossScale, first_scale
-from ostinato.workers.fsdp.testing import fsdp
+from ostinato.workers.fsdp.testing import check_activation_offload, fsdp
 
 group = pytest.mark.usefixtures("process_group")
 
@@ -71,21 +71,8 @@ def test_float16_overflow_skips_the_step_and_halves_the_scale(workspace, tmp_pat
 
 
 @group
-@pytest.mark.parametrize("checkpointing", [True, False])
-def test_activation_offload_changes_no_number(workspace, monkeypatch, checkpointing):
-    """On a CPU an engine has nowhere to move them to; here its hooks run all the same."""
-    options = {"enable_gradient_checkpointing": checkpointing}
-    plain = start(fsdp(), workspace / "lm", **options)
-    offloading = start(fsdp(), workspace / "lm", enable_activation_offload=True, **options)
-    assert offloading.engine._activations is None
-    offloading.engine._activations = ActivationOffload(torch.device("cpu"), min_bytes=0)
-    for step in range(2):
-        rows = make_rows(4, seed=5 + step)
-        assert offloading.train(rows) == plain.train(rows)
-    assert_same_weights(offloading.state(), plain.state(), rtol=0)
-    # A layer's input each where the rest is computed anew, far more where it is not.
-    assert (offloading.engine._activations.num_parked > 20) is not checkpointing
-    assert offloading.engine._activations.num_parked >= 2
+def test_activation_offload_changes_no_number(workspace):
+    check_activation_offload(fsdp(), workspace, torch.device("cpu"))
 
 
 def test_activation_offload_parks_activations_once_and_parameters_never():

@@ -14,6 +14,7 @@ from ostinato.workers.core.config import ModelConfig
 from ostinato.workers.core.testing import conformance
 from ostinato.workers.core.testing.lora import ADAPTER, check_lora, with_model
 from ostinato.workers.core.testing.oracle import MakeEngine, assert_same_weights, make_rows, start
+from ostinato.workers.fsdp.activations import ActivationOffload
 from ostinato.workers.fsdp.config import FsdpConfig
 from ostinato.workers.fsdp.engine import FsdpEngine
 from ostinato.workers.fsdp.mesh import build_mesh, shard_group
@@ -96,9 +97,33 @@ def check_half_precision(workspace: Path) -> None:
         assert half.train(rows)[1].grad_norm > 0
 
 
+def check_activation_offload(make_engine: MakeEngine, workspace: Path, device: torch.device) -> None:
+    """Activations that wait in host memory change no number, with gradient checkpointing and without.
+
+    On a CPU an engine has nowhere to move them to; here its hooks run all the same.
+    """
+    for checkpointing in (True, False):
+        here = with_model(make_engine, enable_gradient_checkpointing=checkpointing)
+        plain = start(here, workspace / "lm")
+        parking = start(here, workspace / "lm", enable_activation_offload=True)
+        assert (parking.engine._activations is None) is (device.type == "cpu")  # pyright: ignore[reportAttributeAccessIssue]
+        activations = ActivationOffload(device, min_bytes=0)
+        parking.engine._activations = activations  # pyright: ignore[reportAttributeAccessIssue]
+        for step in range(2):
+            rows = make_rows(4, seed=5 + step)
+            expected, got = plain.train(rows), parking.train(rows)
+            assert got == expected, f"expected {expected}, got {got}"
+        assert_same_weights(parking.state(), plain.state(), rtol=0)
+        # A layer's input each where the rest is computed anew, far more where it is not.
+        assert (activations.num_parked > 20) is not checkpointing
+        assert activations.num_parked >= 2
+
+
 def one_gpu(workspace: Path) -> list[str]:
     """Everything that one GPU is asked to do."""
     passed = conformance.run_checks(fsdp(), workspace)
+    check_lora(fsdp(), workspace)
+    check_activation_offload(fsdp(), workspace, torch.device("cuda", torch.cuda.current_device()))
     check_device_memory(fsdp(), workspace)
     check_background_save(fsdp(), workspace)
     check_half_precision(workspace)
@@ -147,12 +172,15 @@ def four_ranks(workspace: Path, device_type: str = "cpu") -> list[str]:
 
 
 def two_ranks_of_features(workspace: Path, large: Path) -> dict[str, float]:
-    """What two ranks share: the tokens of a micro-batch, an adapter's shards, and the work of loading.
-
-    Returns:
-        Of loading the folder `large`: `peak_of_loading`, and the bytes of its weights.
-    """
+    """What two ranks share: the work of loading the folder `large` (`peak_of_loading` of it), and the next two."""
     loading = peak_of_loading(large)
+    two_ranks_share(workspace)
+    conformance.save_for_other_world(with_model(fsdp(), **ADAPTER), workspace / "adapted")
+    return loading
+
+
+def two_ranks_share(workspace: Path) -> None:
+    """The tokens of each micro-batch, and the shards of an adapter."""
     checks = (
         conformance.check_log_probs,
         conformance.check_boundaries,
@@ -165,8 +193,6 @@ def two_ranks_of_features(workspace: Path, large: Path) -> dict[str, float]:
     )
     conformance.run_checks(fsdp(ulysses_sequence_parallel_size=2), workspace, checks)
     check_lora(fsdp(), workspace)
-    conformance.save_for_other_world(with_model(fsdp(), **ADAPTER), workspace / "adapted")
-    return loading
 
 
 def peak_of_loading(folder: Path) -> dict[str, float]:

@@ -76,6 +76,8 @@ class PlainEngine:
 
     def build(self) -> None:
         """Load the folder in float32; a value head that the folder lacks starts near 0."""
+        if self.model_config.lora_rank:
+            raise NotImplementedError("PlainEngine trains no adapters; leave model.lora_rank at 0")
         with _LOADING:
             self._load()
         self.model.eval()
