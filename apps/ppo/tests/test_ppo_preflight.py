@@ -652,6 +652,14 @@ def test_ppo_preflight_launch_refuses_what_the_machine_lacks(make, monkeypatch):
     check_launch(make(**{"trainer.n_gpus_per_node": 64, "trainer.device": "cpu"}))
 
 
+def test_ppo_preflight_launch_refuses_an_adapter_without_peft(make, monkeypatch):
+    config = make(**{"actor_rollout_ref.model.lora_rank": 8, "trainer.device": "cpu"})
+    check_launch(config)
+    monkeypatch.setattr("ostinato.ppo.preflight.find_spec", lambda module: None)
+    with pytest.raises(LaunchError, match=r"pip install 'ostinato-workers-fsdp\[lora\]'"):
+        check_launch(config)
+
+
 # --- plan and facts -------------------------------------------------------------------------------
 
 
