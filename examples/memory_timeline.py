@@ -75,7 +75,7 @@ def draw(path: Path, steps: list[dict[str, float]]) -> None:
 
 def main() -> None:
     """Read, print, draw."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="Draw how much memory is in use at the end of each phase of a step.")
     parser.add_argument("metrics", type=Path, help="metrics.jsonl of a run")
     parser.add_argument("--first", type=int, default=2, help="how many steps to draw")
     parser.add_argument("--out", type=Path, default=Path("memory_timeline.png"))

@@ -352,7 +352,7 @@ class SglangRollout:
         for number, piece in enumerate(storages.values()):
             storage = piece[0][1].untyped_storage()
             memory = torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
-            offsets = [tensor.storage_offset() * tensor.element_size() for _, tensor in piece]
+            offsets = [int(tensor.storage_offset()) * tensor.element_size() for _, tensor in piece]
             lines.append((manifest(piece, offsets, begins=begins and number == 0), memory))
         torch.cuda.current_stream(self._device).synchronize()
         return lines

@@ -83,10 +83,9 @@ def _exact_logits() -> None:
         return
 
     def compute_lm_head(self: Any, hidden: torch.Tensor, head: Any, bias: Any = None) -> torch.Tensor:
-        weight = getattr(head, "weight", None)
-        plain = isinstance(weight, torch.Tensor) and not hasattr(head, "apply_lora")
-        half = hidden.dtype in (torch.bfloat16, torch.float16)
-        if self.use_fp32_lm_head and plain and half and hidden.is_cuda and hidden.dtype == weight.dtype:
+        weight = None if hasattr(head, "apply_lora") else getattr(head, "weight", None)
+        half = hidden.is_cuda and hidden.dtype in (torch.bfloat16, torch.float16)
+        if self.use_fp32_lm_head and half and isinstance(weight, torch.Tensor) and hidden.dtype == weight.dtype:
             return torch.mm(hidden, weight.T, out_dtype=torch.float32)
         return compute(self, hidden, head, bias)
 
