@@ -477,6 +477,40 @@ def test_estimators_refuse_shapes_that_do_not_fit(name):
         fn(torch.zeros(4), torch.zeros(4), **nothing)
 
 
+@pytest.mark.parametrize("name", adv_estimators())
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.bool])
+def test_estimators_refuse_whole_numbers(name, dtype):
+    """Advantages have the dtype of the rewards; of 0 and 1 as integers they would all be cut off."""
+    fn = get_adv_estimator(name)
+    nothing = {key: None for key, needed in keywords(fn).items() if needed}
+    nothing |= {key: torch.zeros(4, 2) for key in ("values", "log_probs", "sum_pi_squared") if key in nothing}
+    with pytest.raises(ArgumentError, match=rf"{name}: token_level_rewards must be floating.*\.float\(\)"):
+        fn(torch.ones(4, 2).to(dtype), torch.ones(4, 2), **nothing)
+
+
+@pytest.mark.parametrize("name", adv_estimators())
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("mask_dtype", [torch.bool, torch.uint8, torch.int64, torch.bfloat16, torch.float64])
+def test_estimators_take_any_floats_masks_and_strides(name, dtype, mask_dtype):
+    """The result has the rewards' dtype, is finite, and does not depend on how its inputs lie in memory."""
+    torch.manual_seed(5)
+    tensors = {key: torch.randn(6, 40).to(dtype) for key in ("rewards", "values", "log_probs", "sum_pi_squared")}
+    tensors["mask"] = (torch.rand(6, 40) < 0.6).to(mask_dtype)
+    tensors["mask"][4] = 0
+
+    def run(given):
+        others = {key: given[key] for key in ("values", "log_probs", "sum_pi_squared")}
+        scores = {"all": torch.arange(6).to(dtype)}
+        return call(name, given["rewards"], given["mask"], list("aabbab"), reward_scores=scores, **others)
+
+    plain = run(tensors)
+    strided = run({key: torch.stack([value.T, value.T], 1)[:, 1].T for key, value in tensors.items()})
+    for a, b in zip(plain, strided, strict=True):
+        assert a.dtype == dtype
+        assert torch.isfinite(a).all()
+        assert torch.equal(a, b)
+
+
 def test_an_unknown_estimator_lists_the_known_ones():
     """A-124."""
     with pytest.raises(UnknownNameError) as caught:

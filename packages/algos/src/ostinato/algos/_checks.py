@@ -22,10 +22,15 @@ def check_same_shape(where: str, **tensors: Tensor | None) -> None:
             )
 
 
-def check_two_dims(where: str, name: str, tensor: Tensor) -> None:
-    """Refuse anything that is not (rows, response tokens)."""
+def check_token_floats(where: str, name: str, tensor: Tensor) -> None:
+    """Refuse anything that is not (rows, response tokens) of a floating dtype.
+
+    Results have the dtype of what they are computed from: of whole numbers they would be cut off to whole numbers.
+    """
     if tensor.dim() != 2:
         raise ShapeError(f"{where}: {name} must be (B, R), rows by response tokens; it has shape {tuple(tensor.shape)}")
+    if not tensor.is_floating_point():
+        raise ArgumentError(f"{where}: {name} must be floating, but it is {tensor.dtype}; convert it with .float()")
 
 
 def check_rows(where: str, name: str, labels: Sized, num_rows: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ostinato.algos._checks import check_not_negative, check_rows, check_same_shape, check_two_dims
+from ostinato.algos._checks import check_not_negative, check_rows, check_same_shape, check_token_floats
 from ostinato.algos._typing import Labels, RowFloats, TokenFloats, TokenMask
 from ostinato.algos.blocks import Moments, keep_, kept, mask_bits, row_blocks, whiten_
 from ostinato.algos.groups import scored_groups
@@ -47,7 +47,7 @@ def gae(
     Source:
         Schulman et al. 2016 (arXiv 1506.02438), eq. 11 and 16.
     """
-    check_two_dims("gae", "token_level_rewards", token_level_rewards)
+    check_token_floats("gae", "token_level_rewards", token_level_rewards)
     check_same_shape("gae", token_level_rewards=token_level_rewards, response_mask=response_mask, values=values)
     check_not_negative("gae", gamma=gamma, lam=lam)
     valid = is_valid(response_mask)
@@ -95,7 +95,7 @@ def reinforce_plus_plus(
     Source:
         Hu 2025 (REINFORCE++, arXiv 2501.03262).
     """
-    check_two_dims("reinforce_plus_plus", "token_level_rewards", token_level_rewards)
+    check_token_floats("reinforce_plus_plus", "token_level_rewards", token_level_rewards)
     check_same_shape("reinforce_plus_plus", token_level_rewards=token_level_rewards, response_mask=response_mask)
     check_not_negative("reinforce_plus_plus", gamma=gamma)
     valid = is_valid(response_mask)
@@ -131,7 +131,7 @@ def remax(
     Source:
         Li et al. 2024 (ReMax, arXiv 2310.10505), algorithm 1.
     """
-    check_two_dims("remax", "token_level_rewards", token_level_rewards)
+    check_token_floats("remax", "token_level_rewards", token_level_rewards)
     check_same_shape("remax", token_level_rewards=token_level_rewards, response_mask=response_mask)
     check_rows("remax", "reward_baselines", reward_baselines, response_mask.shape[0])
     valid = is_valid(response_mask)

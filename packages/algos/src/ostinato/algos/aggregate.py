@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ostinato.algos._checks import check_positive, check_same_shape, check_two_dims
+from ostinato.algos._checks import check_positive, check_same_shape, check_token_floats
 from ostinato.algos._typing import IntScalar, Scalar, TokenFloats, TokenMask
 from ostinato.algos.errors import unknown_name
 from ostinato.algos.masked import is_valid, masked_mean, masked_sum
@@ -84,7 +84,7 @@ def aggregate(
     """
     if mode not in AGGREGATION_MODES:
         raise unknown_name("loss_agg_mode", mode, AGGREGATION_MODES)
-    check_two_dims("aggregate", "values", values)
+    check_token_floats("aggregate", "values", values)
     check_same_shape("aggregate", values=values, mask=mask)
     own_tokens, own_sequences = count_valid(mask)
     tokens = own_tokens if num_tokens is None else num_tokens

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ostinato.algos._checks import check_same_shape, check_two_dims
+from ostinato.algos._checks import check_same_shape, check_token_floats
 from ostinato.algos._typing import TokenFloats, TokenMask
 from ostinato.algos.errors import ArgumentError, unknown_name
 from ostinato.algos.kl import LOG_RATIO_LIMIT
@@ -209,7 +209,7 @@ def rollout_correction(
         kills stability"; the gap between engines: Yao et al. 2025, "Your efficient RL framework secretly brings you
         off-policy RL training".
     """
-    check_two_dims("rollout_correction", "old_log_probs", old_log_probs)
+    check_token_floats("rollout_correction", "old_log_probs", old_log_probs)
     check_same_shape(
         "rollout_correction",
         old_log_probs=old_log_probs,

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ostinato.algos._checks import check_rows, check_same_shape, check_two_dims
+from ostinato.algos._checks import check_rows, check_same_shape, check_token_floats
 from ostinato.algos._typing import Labels, RowIndex
 from ostinato.algos.blocks import row_totals
 from ostinato.algos.errors import ArgumentError, SingletonGroupWarning
@@ -177,7 +177,7 @@ def scored_groups(
         ShapeError: the shapes or the number of labels differ.
         ArgumentError: a label is not hashable.
     """
-    check_two_dims(where, "token_level_rewards", rewards)
+    check_token_floats(where, "token_level_rewards", rewards)
     check_same_shape(where, token_level_rewards=rewards, response_mask=response_mask)
     scores, lengths, valid = row_totals(rewards, response_mask)
     return scores, make_groups(where, groups, rollouts, valid, lengths)

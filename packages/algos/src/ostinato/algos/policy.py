@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ostinato.algos._checks import check_not_negative, check_positive, check_same_shape, check_two_dims
+from ostinato.algos._checks import check_not_negative, check_positive, check_same_shape, check_token_floats
 from ostinato.algos._typing import TokenFloats, TokenMask
 from ostinato.algos.errors import ArgumentError
 from ostinato.algos.kl import LOG_RATIO_LIMIT
@@ -77,7 +77,7 @@ def read_tokens(
     weights: Tensor | None,
 ) -> Tokens:
     """Check the shapes and take out what lies under the mask, before any arithmetic."""
-    check_two_dims(where, "log_probs", log_probs)
+    check_token_floats(where, "log_probs", log_probs)
     check_same_shape(
         where,
         log_probs=log_probs,
