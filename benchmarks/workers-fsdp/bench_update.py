@@ -25,6 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage]
 
 from ostinato.protocol import DataProto
 from ostinato.protocol.partition import token_budget_micro_batches
@@ -253,7 +254,12 @@ def matmul_rate(device: torch.device) -> float:
     size, dtype = (8192, torch.bfloat16) if device.type == "cuda" else (1024, torch.float32)
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     runs = 20 if device.type == "cuda" else 3
-    best = min(seconds(lambda: [a @ b for _ in range(runs)] and None, device) for _ in range(3))
+
+    def multiply() -> None:
+        for _ in range(runs):
+            torch.mm(a, b)
+
+    best = min(seconds(multiply, device) for _ in range(3))
     return 2 * size**3 * runs / best
 
 
@@ -298,12 +304,13 @@ def line(
     for call, passes in (("update", 3), ("log_probs", 1)):
         best = min(times[call])
         done = setting.forward_flops * passes / best
+        gigabytes = memory.get(call)
         result[call] = {
             "seconds": round(best, 4),
             "tokens_per_second": round(setting.num_real / best, 1),
             "share_of_matmul_rate": round(done / rate, 3),
             **({"mfu": round(done / peak, 3)} if peak else {}),
-            **({"peak_gb": round(memory[call], 2)} if memory.get(call) is not None else {}),
+            **({} if gigabytes is None else {"peak_gb": round(gigabytes, 2)}),
         }
     return result
 
@@ -332,7 +339,7 @@ def main() -> None:
     print(f"{device}, {options.model}, matrix products at {rate / 1e12:.3f} TFLOPS")
     results = []
     with tempfile.TemporaryDirectory() as folder:
-        store = dist.FileStore(f"{folder}/store", 1)
+        store = FileStore(f"{folder}/store", 1)
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=store, rank=0, world_size=1)
         config = make_folder(Path(folder) / "model", options.model, 2 * max(options.response_length))

@@ -20,7 +20,7 @@ def test_saved_weights_are_those_of_the_engine(workspace, tmp_path, name, head):
     driver = start(fsdp(), workspace / name, head=head)
     driver.train(make_rows(2, seed=1))
     driver.engine.save(tmp_path / "saved")
-    source, live = SavedWeights(tmp_path / "saved", ModelConfig(path=str(workspace / name)), head), None
+    source = SavedWeights(tmp_path / "saved", ModelConfig(path=str(workspace / name)), head)
     live = driver.engine.weight_source(torch.float32)
     assert source.specs() == live.specs()
     for (name, weight), (other, expected) in zip(source.weights(), live.weights(), strict=True):
@@ -47,6 +47,45 @@ def test_export_of_a_checkpoint_has_the_engine_s_log_probs(workspace, tmp_path, 
     other = start(fsdp(), tmp_path / "out")
     for ours, theirs in zip(driver.outputs(rows, 2), other.outputs(rows, 2), strict=True):
         assert torch.equal(ours["log_probs"], theirs["log_probs"])
+
+
+def test_export_of_a_mixture_of_experts_is_what_transformers_reads(tmp_path):
+    """In memory the experts are one tensor, in the folder each is its own."""
+    from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    config = Qwen3MoeConfig(
+        vocab_size=64,
+        hidden_size=16,
+        intermediate_size=24,
+        moe_intermediate_size=8,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        num_experts=4,
+        num_experts_per_tok=2,
+    )
+    torch.manual_seed(0)
+    original = Qwen3MoeForCausalLM(config)
+    original.save_pretrained(tmp_path / "base")
+    model = ModelConfig(path=str(tmp_path / "base"))
+    start(fsdp(), tmp_path / "base").engine.save(tmp_path / "saved")
+    export_hf(SavedWeights(tmp_path / "saved", model, "lm"), model, tmp_path / "out", head="lm", writes=True)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).state_dict()
+    assert loaded.keys() == original.state_dict().keys()
+    assert all(torch.equal(loaded[name], weight) for name, weight in original.state_dict().items())
+
+
+def test_saved_weights_of_an_adapter_come_merged(workspace, tmp_path):
+    pytest.importorskip("peft")
+    driver = start(fsdp(), workspace / "lm", lora_rank=4)
+    driver.train(make_rows(2, seed=1))
+    driver.engine.save(tmp_path)
+    source = SavedWeights(tmp_path, ModelConfig(path=str(workspace / "lm"), lora_rank=4), "lm")
+    live = driver.engine.weight_source(torch.float32)
+    assert source.specs() == live.specs()
+    for (name, weight), (_, expected) in zip(source.weights(), live.weights(), strict=True):
+        assert torch.equal(weight, expected), name
 
 
 def test_saved_weights_refuse_what_is_no_whole_checkpoint_of_the_model(workspace, tmp_path):
