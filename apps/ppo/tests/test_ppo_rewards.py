@@ -257,6 +257,21 @@ def test_reward_keys_become_columns_and_metrics(tmp_path: Path):
     assert scored.metrics["reward/errors"].value == 0
 
 
+def test_reward_keeps_a_bounded_number_of_keys_and_says_so_once(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    """A key for each row, or thousands in one, would be as many columns and metrics."""
+    path = write(
+        tmp_path,
+        f"def {SIGNATURE}:\n  return {{'score': 1, **{{f'{{solution_str}}{{n:05d}}': n for n in range(5000)}}}}\n",
+    )
+    with reward_function(path=path) as reward:
+        scored = [reward(batch_of(["a", "b"], ["", ""])) for _ in range(2)]
+    assert len(scored[0].columns) == 2 + 256
+    assert scored[0].non_tensor_batch["reward/a00255"][0] == 255
+    assert scored[0].non_tensor_batch["reward/score"].tolist() == [1, 1]
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "10000 different keys" in caplog.text
+
+
 def test_reward_of_an_aborted_generation_is_the_default(tmp_path: Path):
     """H-46: never rewarded as complete, counted."""
     path = write(tmp_path, f"def {SIGNATURE}: return 1.0\n")

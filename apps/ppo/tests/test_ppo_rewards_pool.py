@@ -45,6 +45,12 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     if what == "recurse":
         def down(): return down() + 1
         down()
+    if what == "fork" and os.fork() == 0 and argument == "raise": raise ValueError("in the fork")
+    if what == "close": os.closerange(3, 256)
+    if what == "garble":
+        for number in range(3, 20):
+            try: os.write(number, bytes.fromhex(argument))
+            except OSError: pass
     if what == "print": print("printed by the scorer"); sys.stdout.flush()
     if what == "pid": return {"score": 1, "pid": os.getpid()}
     return float(ground_truth)
@@ -129,6 +135,24 @@ def test_failing_row_gets_the_default_and_costs_no_other(bad: Recipe, what: str,
         "recurse": "RecursionError",
     }
     assert expected[what] in caplog.text
+
+
+@pytest.mark.parametrize("what", ["fork", "fork raise"])
+def test_fork_of_a_scoring_process_answers_nothing(bad: Recipe, what: str):
+    """A scorer that forks and lets the child return, or raise, has two processes at one socket."""
+    with ScorerPool(bad, num_workers=1, timeout=60) as pool:
+        outcomes = pool.score(rows_of("a", what, "b", what, "c"))
+        assert [(outcome.score, outcome.failure) for outcome in outcomes] == [(n, None) for n in range(5)]
+        assert [outcome.score for outcome in pool.score(rows_of("a", "b"))] == [0, 1]
+
+
+@pytest.mark.parametrize("what", ["close", "garble 000000046a756e6b", "garble 00000005800495022e", "garble 7fffffff"])
+def test_scorer_that_meddles_with_its_socket_costs_its_row(bad: Recipe, what: str):
+    """Closed, or written to: a message of no sense, one of another kind, one of an impossible length."""
+    with ScorerPool(bad, num_workers=1, timeout=60, default=-1.0) as pool:
+        outcomes = pool.score(rows_of("a", what, "b"))
+        assert [outcome.score for outcome in outcomes] == [0, -1, 2]
+        assert [outcome.failure for outcome in outcomes] == [None, "error", None]
 
 
 def test_option_ends_the_call_at_the_first_failure(bad: Recipe):

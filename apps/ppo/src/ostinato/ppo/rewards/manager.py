@@ -25,6 +25,9 @@ READS_OPTIONAL = ("extra_info", "finish_reason")
 EXTRA = "reward/"
 """Before the name of a column that holds what a reward function returned beside the score."""
 
+MAX_KEYS = 256
+"""Keys that the results of a batch may have."""
+
 
 class Reward(Protocol):
     """What the loop calls to score a batch."""
@@ -121,6 +124,8 @@ class RewardFunction:
         ScorerError: the section names a file or function that is not there.
     """
 
+    _told_of_keys = False
+
     whole = False
     """Whether the function is called once, with all rows of a batch."""
 
@@ -165,13 +170,26 @@ class RewardFunction:
         for number, outcome in zip(scored, self.outcomes(self._rows(data, mask, scored)), strict=True):
             outcomes[number] = outcome
         scores = np.asarray([outcome.score for outcome in outcomes], dtype=np.float64)
-        extra = extra_columns(outcomes)
+        extra = self._limited(extra_columns(outcomes))
         shaped = self.shaped(scores, mask.sum(-1).cpu().numpy() * ~aborted, extra)
         return DataProto.from_dict(
             tensors={"token_level_scores": place_outcome(torch.from_numpy(shaped).float(), mask.cpu())},
             non_tensors={f"{EXTRA}score": scores, **{f"{EXTRA}{key}": column for key, column in extra.items()}},
             meta_info={"metrics": self._metrics(outcomes, extra, aborted)},
         )
+
+    def _limited(self, extra: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """The result columns, at most `MAX_KEYS` of them."""
+        if len(extra) <= MAX_KEYS:
+            return extra
+        if not self._told_of_keys:
+            self._told_of_keys = True
+            logger.warning(
+                "the reward function's results of one batch have %d different keys (%s, …); the first %d by name are "
+                "kept. A key is a column and a metric: put what differs from row to row into a value",
+                len(extra), ", ".join(repr(key[:40]) for key in list(extra)[:3]), MAX_KEYS,
+            )  # fmt: skip
+        return dict(list(extra.items())[:MAX_KEYS])
 
     def outcomes(self, rows: Sequence[Row]) -> list[Outcome]:
         """Score rows: one outcome a row, in their order."""

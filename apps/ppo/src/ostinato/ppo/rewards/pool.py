@@ -228,7 +228,7 @@ class _Run:
             return
         if kind == BEGUN:
             process.begun, self.failed_starts = True, 0
-        else:
+        elif process.pending:  # an answer to nothing is a second one to what has been answered
             number = process.pending.popleft()
             if kind == SCORED:
                 self.settle(number, Outcome(message[1], message[2]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -14,6 +15,9 @@ from multiprocessing.connection import Pipe
 from typing import Any
 
 from ostinato.ppo.rewards.recipe import Recipe, Row, RowBatch
+from ostinato.ppo.rewards.worker import MESSAGES
+
+MAX_MESSAGE_BYTES = 1 << 30
 
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 """Many small processes: a thread pool in each of them only gets in the way."""
@@ -37,7 +41,7 @@ class ScorerProcess:
 
     def __init__(self, recipe: Recipe, memory_limit_mb: int, start_timeout: float) -> None:
         self.connection, theirs = Pipe(duplex=True)
-        self.ready = self.begun = False
+        self.ready = self.begun = self.garbled = False
         self.pending: deque[int] = deque()
         self.start_timeout = start_timeout
         self.deadline: float | None = time.monotonic() + start_timeout
@@ -70,15 +74,27 @@ class ScorerProcess:
         """Take one message.
 
         Returns:
-            The message, or None where the child is gone.
+            The message, or None where the child is gone or speaks no sense.
         """
         try:
-            return self.connection.recv()
-        except (EOFError, ConnectionError):
+            data = self.connection.recv_bytes(MAX_MESSAGE_BYTES)
+        except (EOFError, OSError):  # the end, the end within a message, or a message of an impossible length
             return None
+        try:
+            message = pickle.loads(data)
+        except Exception:
+            message = None
+        if isinstance(message, tuple) and message and message[0] in MESSAGES:
+            return message
+        self.garbled = True
+        return None
 
     def exit_text(self) -> str:
         """Say how a child that is gone ended."""
+        if self.garbled:
+            return (
+                "the scoring process sent what is no result; the reward function writes to a file that is not its own"
+            )
         try:
             code = self._process.wait(timeout=5)
         except subprocess.TimeoutExpired:

@@ -24,6 +24,7 @@ from ostinato.ppo.rewards.errors import ScorerError
 from ostinato.ppo.rewards.recipe import Recipe, Resolver, Row, RowBatch
 
 READY, INVALID, BEGUN, SCORED, SCORED_WHOLE, FAILED = "ready", "invalid", "begun", "scored", "scored whole", "failed"
+MESSAGES = (READY, INVALID, BEGUN, SCORED, SCORED_WHOLE, FAILED)
 
 TRACEBACK_CHARACTERS = 4000
 ORPHAN_SECONDS_A_LIST = 3600.0
@@ -75,6 +76,7 @@ def serve(connection: Connection) -> None:
 
 def score_rows(connection: Connection, resolver: Resolver, rows: list[Row | RowBatch]) -> None:
     """Score one list of rows, sending each result when it is there; a whole batch counts as one row."""
+    own = os.getpid()
     # A native call that never gives up the interpreter also keeps the watching thread from running; this timer does
     # not need the interpreter, and only matters where the parent was killed.
     with open(os.devnull, "w") as nowhere:
@@ -88,7 +90,10 @@ def score_rows(connection: Connection, resolver: Resolver, rows: list[Row | RowB
                 return
             connection.send((BEGUN,))
             for row in rows:
-                connection.send_bytes(pickle.dumps(score_row(resolver, row)))
+                result = pickle.dumps(score_row(resolver, row))
+                if os.getpid() != own:  # a fork that the scorer made and did not end: the row is not its to answer
+                    os._exit(0)
+                connection.send_bytes(result)
         finally:
             faulthandler.cancel_dump_traceback_later()
 
