@@ -143,6 +143,7 @@ def main() -> None:
     parser.add_argument("--few", type=int, default=8, help="prompts of verl's bootstrap that are timed")
     parser.add_argument("--scratch", type=Path, default=Path(tempfile.gettempdir()) / "ostinato-bench-verl")
     options = parser.parse_args()
+    torch.set_num_threads(1)
     fetch(options.scratch)
     for shape in options.shapes:
         rows, tokens = map(int, shape.split("x"))
