@@ -26,6 +26,8 @@ from ostinato.rollout.reshard import reshard
 from ostinato.rollout.testing import ModuleWeights, Setting, make_prompts
 from ostinato.rollout.testing.conformance import MODEL_CHECKS, PROTOCOL_CHECKS, Check, check_aborted_rows
 
+pytest.importorskip("psutil", reason="the adapter finds its processes with psutil, which SGLang brings along")
+
 GIB = 1 << 30
 
 

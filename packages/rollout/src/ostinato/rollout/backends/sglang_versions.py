@@ -209,12 +209,14 @@ def build_environment(devices: str | None) -> Iterator[None]:
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGQUIT)}
     start_method = multiprocessing.get_start_method(allow_none=True)
     policy = asyncio.get_event_loop_policy()
-    root = logging.getLogger()
-    logging_state = (root.level, list(root.handlers))
+    root, own = logging.getLogger(), logging.getLogger("sglang")
+    logging_state = (root.level, list(root.handlers), own.level)
     quiet = logging.getLogger("sglang.srt.entrypoints.engine")
     quiet.addFilter(_says_something)
     numbers = (random.getstate(), np.random.get_state(), torch.get_rng_state())
     os.environ.update(settings)
+    # It tells all of its several hundred settings.
+    own.setLevel(logging.WARNING)
     # Each engine has a loop of its own, made under a policy of its own.
     asyncio.set_event_loop_policy(_loop_policy())
     try:
@@ -227,6 +229,7 @@ def build_environment(devices: str | None) -> Iterator[None]:
         asyncio.set_event_loop_policy(policy)
         root.setLevel(logging_state[0])
         root.handlers[:] = logging_state[1]
+        own.setLevel(logging_state[2])
         quiet.removeFilter(_says_something)
         random.setstate(numbers[0])
         np.random.set_state(numbers[1])
