@@ -36,7 +36,7 @@ REWARD = """import re
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    return 1.0 if ground_truth in re.findall(r"\\\\d+", solution_str) else 0.0
+    return 1.0 if ground_truth in re.findall(r"\\d+", solution_str) else 0.0
 """
 
 
