@@ -46,6 +46,11 @@ from ostinato.workers.core.optim import lr_factor
         (lambda: CriticConfig(forward_micro_batch_size_per_gpu=0), "critic.forward_micro_batch_size_per_gpu"),
         (lambda: CriticConfig(num_mini_batches=0), "critic.num_mini_batches"),
         (lambda: RewardModelConfig(max_token_len_per_gpu=0), "reward_model.max_token_len_per_gpu"),
+        (lambda: RewardModelConfig(model=ModelConfig(lora_rank=4)), "reward_model.model.lora_rank"),
+        (lambda: ModelConfig(lora_rank=-1), "model.lora_rank"),
+        (lambda: ModelConfig(lora_alpha=0), "model.lora_alpha"),
+        (lambda: ModelConfig(target_modules=[]), "model.target_modules"),
+        (lambda: CriticConfig(ulysses_sequence_parallel_size=0), "critic.ulysses_sequence_parallel_size"),
         (lambda: OptimConfig(lr=-1), "optim.lr"),
         (lambda: OptimConfig(betas=(0.9, 1.0)), "optim.betas"),
         (lambda: OptimConfig(lr_scheduler_type="linear"), "optim.lr_scheduler_type"),
@@ -87,6 +92,22 @@ def test_config_an_explicit_micro_batch_size_turns_the_budget_off():
     assert rollout_log_prob_limit(both) == BatchLimit(max_tokens=16384)
     again = replace(RolloutConfig(log_prob_micro_batch_size_per_gpu=2), log_prob_micro_batch_size_per_gpu=None)
     assert rollout_log_prob_limit(again) == BatchLimit(max_tokens=16384)
+
+
+def test_config_token_budgets_count_for_every_rank_that_shares_a_micro_batch():
+    shared = {"ulysses_sequence_parallel_size": 4}
+    whole = BatchLimit(max_tokens=4 * 16384)
+    critic = CriticConfig(**shared)
+    limits = (ActorConfig(**shared).update_limit, RefConfig(**shared).log_prob_limit, RewardModelConfig(**shared).limit)
+    assert {*limits, critic.update_limit, critic.forward_limit, rollout_log_prob_limit(RolloutConfig(), 4)} == {whole}
+    assert ActorConfig(ppo_micro_batch_size_per_gpu=8, **shared).update_limit == BatchLimit(micro_batch_size=8)
+
+
+def test_config_engine_gets_the_roles_sequence_size():
+    assert RefConfig(fsdp_config=None).engine_config is None
+    assert ActorConfig(ulysses_sequence_parallel_size=2).engine_config == {"ulysses_sequence_parallel_size": 2}
+    given = ActorConfig(fsdp_config={"fsdp_size": 1}, ulysses_sequence_parallel_size=2).engine_config
+    assert given == {"fsdp_size": 1, "ulysses_sequence_parallel_size": 2}
     assert CriticConfig(ppo_micro_batch_size_per_gpu=3).forward_limit == BatchLimit(micro_batch_size=3)
     assert CriticConfig(forward_max_token_len_per_gpu=99).forward_limit == BatchLimit(max_tokens=99)
 

@@ -432,6 +432,8 @@ class RewardModelConfig(EngineChoice):
     def __post_init__(self) -> None:
         """Check ranges."""
         require_choice(self.strategy, STRATEGIES, "reward_model.strategy")
+        rank = self.model.lora_rank
+        require(rank == 0, "reward_model.model.lora_rank", "0, because a reward model is not trained", rank)
         _ = self.limit
 
     @property
