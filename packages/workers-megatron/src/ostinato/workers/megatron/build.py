@@ -287,7 +287,7 @@ def build_optimizer(chunks: Sequence[nn.Module], optim: OptimConfig, config: Meg
     module = import_megatron("optimizer")
     options = module.OptimizerConfig(
         optimizer="adam",
-        lr=optim.lr,
+        lr=1.0,  # each step sets its own; a checkpoint's groups are told apart by this one
         weight_decay=optim.weight_decay,
         adam_beta1=optim.betas[0],
         adam_beta2=optim.betas[1],

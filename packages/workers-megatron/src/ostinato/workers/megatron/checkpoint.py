@@ -18,7 +18,7 @@ from ostinato.workers.megatron.optim import inner, parts
 from ostinato.workers.megatron.parallel import import_megatron
 
 FORMAT = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
-"""Optimizer state by parameter, so that it can be read with other parallel sizes and by the other kind of optimizer."""
+"""Optimizer state by parameter, so that it can be read with other parallel sizes."""
 
 OPTIMIZER, MODEL = "optimizer", "model"
 
@@ -43,6 +43,7 @@ def save(path: Path, built: Built, optimizer: Any | None, counters: Mapping[str,
     if optimizer is not None and counters["updates"]:
         state[OPTIMIZER] = optimizer.sharded_state_dict(state, is_loading=False, metadata=metadata)
     state["counters"] = dict(counters)
+    state["distributed"] = _distributed(optimizer)
     state["random"] = _random_state(device)
     if dist.get_rank() == 0:
         path.mkdir(parents=True, exist_ok=True)
@@ -74,12 +75,17 @@ def load(
     checkpointing, metadata = import_megatron("dist_checkpointing"), _metadata()
     with _named(f"checkpoint {path} cannot be read"):
         saved = checkpointing.load_tensors_metadata(str(path))
-        counters = checkpointing.load_common_state_dict(str(path))["counters"]
+        common = checkpointing.load_common_state_dict(str(path))
         objects = {entry.key for entry in checkpointing.serialization.load_sharded_metadata(str(path)).values()}
-    state = _model_state(built, metadata)
+    counters, state = common["counters"], _model_state(built, metadata)
     _check_model(path, state, saved)
     random = {name: entry for name, entry in _random_state(device).items() if entry.key in objects}
     resumes = optimizer is not None and bool(counters["updates"])
+    if resumes and common["distributed"] != _distributed(optimizer):
+        raise CheckpointError(
+            f"checkpoint {path}: its optimizer state was written with "
+            f"megatron.use_distributed_optimizer={common['distributed']}; set it so to go on from there."
+        )
     if optimizer is not None:
         _reset_state(optimizer, filled=resumes)
     if resumes and optimizer is not None:
@@ -97,6 +103,11 @@ def load(
     for kind, value in loaded.get("random", {}).items():
         torch.set_rng_state(value) if kind == "cpu" else torch.cuda.set_rng_state(value, device)
     return {name: int(value) for name, value in counters.items()}
+
+
+def _distributed(optimizer: Any | None) -> bool:
+    """Whether the optimizer's state is dealt over the data-parallel ranks; the two kinds write it differently."""
+    return optimizer is not None and hasattr(parts(optimizer)[0], "gbuf_ranges")
 
 
 def _metadata() -> dict[str, Any]:

@@ -96,6 +96,9 @@ def two_ranks(workspace: Path, device_type: str = "cpu") -> list[str]:
             ("dp-distributed", {}, (*FEW, conformance.check_save_load)),
         ],
     )
+    conformance.save_for_other_world(megatron(**TP), workspace)
+    conformance.load_from_other_world(megatron(**PP), workspace)
+    passed.append("tp -> pp")
     families = {"tp": (TP, ("qwen3", "untied3")), "pp": (PP, ("qwen3", "mixture"))}
     families |= {"ep": (EP, ("mixture",)), "ep-plain": (EP | PLAIN, ("mixture",))}
     for name, (config, folders) in families.items():

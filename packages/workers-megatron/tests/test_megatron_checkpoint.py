@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+import pickle
+
+import pytest
+
+from ostinato.workers.core.config import ModelConfig
+from ostinato.workers.core.optim import OptimConfig
+from ostinato.workers.core.testing.oracle import Driver, assert_same_weights, make_rows, start
+from ostinato.workers.megatron.errors import CheckpointError
+from ostinato.workers.megatron.testing.runs import PLAIN, megatron
+
+pytestmark = pytest.mark.usefixtures("megatron_on_cpu")
+
+
+def test_megatron_checkpoint_that_is_missing_cut_off_or_anothers_is_refused(megatron_workspace, tmp_path):
+    driver = start(megatron(), megatron_workspace / "lm")
+    with pytest.raises(CheckpointError, match="cut off"):
+        driver.engine.load(tmp_path / "nothing")
+    driver.engine.save(tmp_path / "whole")
+    with pytest.raises(CheckpointError, match="another model"):
+        start(megatron(), megatron_workspace / "tied").engine.load(tmp_path / "whole")
+    for file in (tmp_path / "whole").glob("*.distcp"):
+        file.write_bytes(file.read_bytes()[:100])
+    with pytest.raises(CheckpointError, match="whole cannot be read: ") as caught:
+        driver.engine.load(tmp_path / "whole")
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+    (tmp_path / "whole" / "metadata.json").unlink()
+    with pytest.raises(CheckpointError, match="cut off"):
+        driver.engine.load(tmp_path / "whole")
+
+
+def test_megatron_checkpoint_keeps_skipped_steps_and_the_runs_own_settings(megatron_workspace, tmp_path):
+    driver = start(megatron(), megatron_workspace / "lm")
+    driver.train(make_rows(2, seed=1))
+    driver.engine.forward_backward(
+        driver.packed(make_rows(2), 2), lambda outputs, _: (outputs.log_probs.sum() * float("inf"), None)
+    )
+    assert driver.engine.optimizer_step().skipped
+    driver.engine.save(tmp_path / "one")
+    other = start(
+        megatron(), megatron_workspace / "lm", optim=OptimConfig(lr=1e-2, weight_decay=0.5, lr_warmup_steps=4)
+    )
+    other.engine.offload()
+    other.engine.load(tmp_path / "one")
+    other.engine.onload()
+    assert other.engine.skipped_steps == 1
+    _, stats = other.train(make_rows(2, seed=1))
+    assert stats.lr == pytest.approx(1e-2 * 3 / 4)
+    assert {group["weight_decay"] for group in other.engine._optimizer.param_groups} == {0.5}
+    with pytest.raises(CheckpointError, match="use_distributed_optimizer=True"):
+        start(megatron(**PLAIN), megatron_workspace / "lm").engine.load(tmp_path / "one")
+
+
+def test_megatron_frozen_model_reads_a_trained_ones_checkpoint(megatron_workspace, tmp_path):
+    trained = start(megatron(), megatron_workspace / "lm")
+    trained.train(make_rows(2, seed=1))
+    trained.engine.save(tmp_path)
+    frozen = megatron()(head="lm", model=ModelConfig(path=str(megatron_workspace / "lm")), trainable=False)
+    frozen.build()
+    frozen.load(tmp_path)
+    assert_same_weights(Driver(frozen, "lm").state(), trained.state(), rtol=0)
