@@ -168,7 +168,7 @@ class _Progress:
         on_terminal = sys.stderr.isatty()
         end = "\n" if written == total or not on_terminal else ""
         start = "\r" if on_terminal else ""
-        sys.stderr.write(f"{start}{written / 1e9:.2f} of {total / 1e9:.2f} GB written{end}")
+        sys.stderr.write(f"{start}{written / 1e6:,.0f} of {total / 1e6:,.0f} MB written{end}")
         sys.stderr.flush()
 
 

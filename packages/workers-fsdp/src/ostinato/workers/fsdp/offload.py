@@ -46,9 +46,9 @@ class HostCopies:
         if not _plain(tensor):
             return tensor.detach().to(HOST, copy=True)
         if buffer is None or (buffer.shape, buffer.dtype) != (tensor.shape, tensor.dtype):
-            buffer = torch.empty_like(tensor, device=HOST, pin_memory=self._pinned, requires_grad=False)
+            buffer = _room_for(tensor, HOST, pinned=self._pinned)
             self._buffers[key] = buffer
-        buffer.copy_(tensor.detach(), non_blocking=True)
+        _copy(buffer, tensor)
         return buffer
 
 
@@ -102,10 +102,10 @@ class Mover:
     def _come(self, tensors: Mapping[K, torch.Tensor]) -> dict[K, torch.Tensor]:
         """Copy to the device, after the device's work so far; `wait` before they are read."""
         # Allocated on the stream that will use them, filled on the other one.
-        arriving = {key: _empty_on(self._device, tensor) for key, tensor in tensors.items()}
+        arriving = {key: _room_for(tensor, self._device) for key, tensor in tensors.items()}
         with self._aside():
             for key, tensor in tensors.items():
-                arriving[key].copy_(tensor.detach(), non_blocking=True)
+                _copy(arriving[key], tensor)
         if self._stream is not None:
             self._arriving.append(self._stream.record_event())
         return arriving
@@ -124,14 +124,28 @@ def _place(module: nn.Module, tensors: Mapping[str, torch.Tensor], device: torch
     module._apply(lambda tensor: places.pop(id(tensor)) if id(tensor) in places else tensor.to(device))
 
 
+def _shard(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
+
+
 def _plain(tensor: torch.Tensor) -> bool:
-    return type(tensor.to_local() if isinstance(tensor, DTensor) else tensor.data) is torch.Tensor
+    """Whether it is an ordinary tensor, or shards of one; a parameter counts as one, what is quantised does not."""
+    return type(_shard(tensor)) in (torch.Tensor, nn.Parameter)
 
 
-def _empty_on(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
+def _room_for(tensor: torch.Tensor, device: torch.device, *, pinned: bool = False) -> torch.Tensor:
+    """An uninitialised tensor of the same form elsewhere; what lies in a quantised form is copied at once."""
     if not _plain(tensor):
         return tensor.detach().to(device, copy=True)
-    return torch.empty_like(tensor, device=device, requires_grad=False)
+    shard = _shard(tensor)
+    room = torch.empty(shard.shape, dtype=shard.dtype, device=device, pin_memory=pinned)
+    # Not by `from_local`, which moves shards to the mesh's device.
+    return DTensor(room, tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else room  # pyright: ignore
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    if _plain(source):
+        _shard(target).copy_(_shard(source), non_blocking=True)
 
 
 def _moments(optimizer: torch.optim.Optimizer) -> dict[tuple[int, str], torch.Tensor]:
