@@ -9,6 +9,7 @@ import torch
 from ostinato.controller import LocalBackend, WorkerSpec, registration_of
 from ostinato.protocol import DataProto
 from ostinato.protocol.columns import COLUMNS
+from ostinato.protocol.errors import MissingColumnError
 from ostinato.rollout import RolloutConfig
 from ostinato.workers.core import (
     ActorConfig,
@@ -430,3 +431,14 @@ def test_tiny_models_have_a_tokenizer_and_a_chat_template(tmp_path, architecture
     )
     assert chat == "<bos>user\nhi<eos><bos>assistant\n"
     assert np.max(ids) < EOS
+
+
+def test_scoring_and_training_name_the_column_that_is_missing_and_who_makes_it(lm_path, make_rows):
+    group = LocalBackend().launch_one("actor", WorkerSpec(ActorRolloutRefWorker, policy(lm_path), "actor", ENGINE))
+    rows = make_rows(2)
+    with pytest.raises(
+        MissingColumnError, match=r"'compute_log_prob': the batch lacks 'response_mask' \(from rollout\)"
+    ):
+        group.compute_log_prob(rows.drop(["response_mask"]))
+    with pytest.raises(MissingColumnError, match=r"'update_actor': .*'advantages' \(from estimate\)"):
+        group.update_actor(rows.drop(["advantages"]))

@@ -116,7 +116,12 @@ class ActorRolloutRefWorker(Worker):
         own = {"timing_s/update_weights": Metric.max(seconds), **memory.metrics()}
         return generated.with_meta(metrics={**generated.metrics, **own})
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, reads=SCORING, writes=("old_log_probs", "sum_pi_squared"))
+    @register(
+        dispatch_mode=Dispatch.DP_COMPUTE_PROTO,
+        reads=SCORING,
+        requires=SCORING,
+        writes=("old_log_probs", "sum_pi_squared"),
+    )
     def compute_log_prob(self, batch: DataProto) -> DataProto:
         """Score the rows with the actor as it is now.
 
@@ -149,7 +154,12 @@ class ActorRolloutRefWorker(Worker):
         )
 
     @register(
-        dispatch_mode=Dispatch.DP_COMPUTE_PROTO, reads=SCORING, writes=("ref_log_prob",), mesh="ref", keeps_rows=True
+        dispatch_mode=Dispatch.DP_COMPUTE_PROTO,
+        reads=SCORING,
+        requires=SCORING,
+        writes=("ref_log_prob",),
+        mesh="ref",
+        keeps_rows=True,
     )
     def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
         """Score the rows with the frozen reference.
@@ -168,7 +178,7 @@ class ActorRolloutRefWorker(Worker):
             result = self._score(self._need(self._ref, "compute_ref_log_prob", "ref"), batch, limit)
         return DataProto.from_dict() if result is None else DataProto.from_dict({"ref_log_prob": result["log_probs"]})
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, reads=TRAINING)
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, reads=TRAINING, requires=TRAINING[:5])
     def update_actor(self, batch: DataProto) -> DataProto:
         """Train the policy on the rows of one step.
 

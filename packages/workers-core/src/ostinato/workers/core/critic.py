@@ -53,7 +53,9 @@ class CriticWorker(Worker):
         self._mfu = Mfu(config.model, "value", self._residency.engine, self.world_size)
         self.register_mesh("train", self._residency.engine.coordinates)
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, reads=SCORING, writes=("values",), keeps_rows=True)
+    @register(
+        dispatch_mode=Dispatch.DP_COMPUTE_PROTO, reads=SCORING, requires=SCORING, writes=("values",), keeps_rows=True
+    )
     def compute_values(self, batch: DataProto) -> DataProto:
         """Estimate the value of the state before each token that the policy sampled.
 
@@ -67,7 +69,7 @@ class CriticWorker(Worker):
         packer = partial(pack, device=critic.engine.device)
         return DataProto.from_dict(scored(critic, batch, packer, values_as("values"), self.config.forward_limit))
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, reads=TRAINING)
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, reads=TRAINING, requires=TRAINING[:-1])
     def update_critic(self, batch: DataProto) -> DataProto:
         """Train on the returns of one step.
 

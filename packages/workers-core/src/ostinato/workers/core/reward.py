@@ -50,7 +50,13 @@ class RewardModelWorker(Worker):
         self._residency = build_engine(self.engine_path, self.config, self.config.model, head="value")
         self.register_mesh("train", self._residency.engine.coordinates)
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, reads=SCORING, writes=("token_level_scores",), keeps_rows=True)
+    @register(
+        dispatch_mode=Dispatch.DP_COMPUTE_PROTO,
+        reads=SCORING,
+        requires=SCORING,
+        writes=("token_level_scores",),
+        keeps_rows=True,
+    )
     def compute_rm_score(self, batch: DataProto) -> DataProto:
         """Score each row by the model's output at its last valid token.
 
