@@ -4,13 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ostinato.workers.core.testing import conformance
-from ostinato.workers.core.testing.oracle import MakeEngine, Oracle, assert_near, assert_same_weights, make_rows, start
+from ostinato.workers.core.testing.oracle import (
+    MakeEngine,
+    Oracle,
+    assert_near,
+    assert_same_weights,
+    batch_of,
+    make_rows,
+    start,
+)
 from ostinato.workers.megatron import parallel
 from ostinato.workers.megatron.config import MegatronConfig
 from ostinato.workers.megatron.engine import MegatronEngine
@@ -22,12 +31,15 @@ TP: dict[str, Any] = {"tensor_model_parallel_size": 2}
 PP: dict[str, Any] = {"pipeline_model_parallel_size": 2}
 VPP: dict[str, Any] = {"pipeline_model_parallel_size": 3, "virtual_pipeline_model_parallel_size": 2}
 EP: dict[str, Any] = {"expert_model_parallel_size": 2}
+LOCAL: dict[str, Any] = {"override_transformer_config": {"transformer_impl": "local"}}
 PLAIN: dict[str, Any] = {"use_distributed_optimizer": False}
 
 
 def megatron(**config: Any) -> MakeEngine:
     """A picklable engine factory in float32 with entries of `MegatronConfig`; its groups are made anew."""
-    return partial(_fresh, MegatronConfig(**{"dtype": "fp32", **config}))
+    entries = {"dtype": "fp32", **config}
+    # TransformerEngine's attention knows no float32; the exact comparisons are with Megatron's own layers.
+    return partial(_fresh, MegatronConfig(**((LOCAL if entries["dtype"] == "fp32" else {}) | entries)))
 
 
 def _fresh(config: MegatronConfig, **arguments: Any) -> MegatronEngine:
@@ -116,3 +128,53 @@ def three_ranks(workspace: Path, device_type: str = "cpu") -> list[str]:
         install()
     check_family(megatron(**VPP), workspace / "deep")
     return ["deep[vpp]"]
+
+
+def four_ranks(workspace: Path, device_type: str = "cpu") -> list[str]:
+    """Two kinds of parallelism at once."""
+    if device_type == "cpu":
+        from ostinato.workers.megatron.testing.cpu import install
+
+        install()
+    return run(workspace, [("tp-dp", LOCAL | TP, FEW), ("tp-pp", LOCAL | TP | PP, FEW)])
+
+
+def one_gpu(workspace: Path) -> list[str]:
+    """The suite with Megatron's own layers, where float32 is exact; TransformerEngine's within its own rounding."""
+    passed = run(workspace, [("local", LOCAL, conformance.CHECKS)])
+    if find_spec("transformer_engine") is not None:
+        for folder in ("lm", "tied", "qwen3", "mixture"):
+            check_layers(workspace / folder, {})
+            passed.append(f"{folder}[te]")
+    return passed
+
+
+def two_gpus(workspace: Path) -> list[str]:
+    """As `two_ranks`, and what needs TransformerEngine."""
+    passed = two_ranks(workspace, "cuda")
+    if find_spec("transformer_engine") is not None:
+        for name, config in (
+            ("tp-sp", TP | {"sequence_parallel": True}),
+            ("cp", {"context_parallel_size": 2}),
+            ("pp", PP),
+        ):
+            check_layers(workspace / "lm", config)
+            passed.append(f"lm[te-{name}]")
+    return passed
+
+
+def check_layers(folder: Path, config: dict[str, Any], bound: float = 2e-2) -> None:
+    """TransformerEngine's layers in bf16, packed rows as they are, against Megatron's own in float32 on one layout."""
+    rows = make_rows(6, seed=41)
+    driver = start(megatron(**{"dtype": "bf16", **config}), folder)
+    oracle = Oracle(folder, "lm", driver_optim(), driver.engine.device)
+    collected = driver.outputs(rows, 3)
+    if collected is not None:
+        log_probs, _ = oracle.all_outputs(driver.mine(rows))
+        mask = batch_of(driver.mine(rows))["response_mask"].bool().to(log_probs.device)
+        got = torch.cat([c["log_probs"] for c in collected])
+        difference = (got - log_probs)[mask].abs().mean().item()
+        assert difference <= bound * log_probs[mask].abs().mean().item(), f"log-probabilities differ by {difference}"
+    loss, stats = driver.train(rows, 2)
+    assert_near("loss", loss, oracle.loss(rows), rtol=bound)
+    assert_near("gradient norm", stats.grad_norm, oracle.step().grad_norm, rtol=2 * bound)
