@@ -55,6 +55,10 @@ from ostinato.workers.core.optim import lr_factor
         (lambda: OptimConfig(betas=(0.9, 1.0)), "optim.betas"),
         (lambda: OptimConfig(lr_scheduler_type="linear"), "optim.lr_scheduler_type"),
         (lambda: OptimConfig(optimizer="SGD"), "optim.optimizer"),
+        (
+            lambda: ActorConfig(strategy="megatron", optim=OptimConfig(optimizer="AdamW8bit")),
+            "actor_rollout_ref.actor.optim.optimizer",
+        ),
         (lambda: OptimConfig(num_cycles=0), "optim.num_cycles"),
         (lambda: CheckpointConfig(save_contents=["model"]), "checkpoint.save_contents"),
         (lambda: OptimConfig(min_lr_ratio=2), "optim.min_lr_ratio"),

@@ -84,6 +84,13 @@ def _check_update(key: str, config: ActorConfig | CriticConfig) -> None:
         config.num_mini_batches,
     )
     require_choice(config.strategy, STRATEGIES, f"{key}.strategy")
+    optimizer = config.optim.optimizer
+    require(
+        optimizer == "AdamW" or config.strategy == "fsdp",
+        f"{key}.optim.optimizer",
+        "AdamW with this strategy",
+        optimizer,
+    )
     require_choice(config.loss_agg_mode, LOSS_AGG_MODES, f"{key}.loss_agg_mode")
     scale = config.loss_scale_factor
     require(scale is None or scale > 0, f"{key}.loss_scale_factor", "greater than 0", scale)
