@@ -11,7 +11,7 @@ BIN := .venv/bin
 PACKAGES := $(wildcard packages/* apps/*)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup ppo test test-gpu bench-data bench-algos suites-alone check lint types layers isolated figures docs clean
+.PHONY: help setup ppo test test-gpu bench-data bench-algos bench-fsdp suites-alone check lint types layers isolated figures docs clean
 
 help:  ## these lines
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -49,6 +49,9 @@ figures:
 
 suites-alone: setup  ## protocol and controller, each installed alone, run their own tests
 	@$(BIN)/python tools/suites_alone.py
+
+bench-fsdp: setup  ## an update and log-probabilities against a plain loop, padded and packed (on a CPU: a small model)
+	@$(BIN)/python benchmarks/workers-fsdp/bench_update.py
 
 bench-algos: setup  ## advantage estimators and statistics against verl's functions and a memory copy
 	@$(BIN)/python benchmarks/algos/bench_verl.py
