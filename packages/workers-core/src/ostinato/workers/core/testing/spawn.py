@@ -34,7 +34,7 @@ def spawn(
     fn: Callable[..., T],
     world_size: int,
     *args: Any,
-    deadline: float = 170.0,
+    deadline: float = 400.0,
     device_type: Literal["cpu", "cuda"] = "cpu",
 ) -> list[T]:
     """Call `fn(*args)` in `world_size` processes with an initialised default process group.
