@@ -71,7 +71,12 @@ def test_ppo_megatron_is_one_key_for_actor_and_reference(tmp_path):
             "critic.megatron.tensor_model_parallel_size",
             "a process has one layout",
         ),
-        ({"actor_rollout_ref.model.lora_rank": 8}, "actor_rollout_ref.model.lora_rank", "trains no adapters"),
+        ({"actor_rollout_ref.model.lora_rank": 8}, "actor_rollout_ref.model.lora_rank", "set it to 0"),
+        (
+            {"actor_rollout_ref.model.enable_activation_offload": True},
+            "actor_rollout_ref.model.enable_activation_offload",
+            "set it to False",
+        ),
         ({f"{ACTOR}.ulysses_sequence_parallel_size": 2}, f"{ACTOR}.ulysses_sequence_parallel_size", "context_parallel"),
     ],
 )

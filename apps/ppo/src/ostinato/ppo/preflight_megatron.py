@@ -21,7 +21,7 @@ def megatron(checked: Checked) -> None:
     roles = [entry for entry in sections(checked) if entry[1].strategy == "megatron"]
     if not roles or find_spec("ostinato.workers.megatron") is None:
         return  # keys of an engine that is not here cannot be checked; a launch is refused
-    from ostinato.workers.megatron.config import layout_problems
+    from ostinato.workers.megatron.config import foreign_settings, layout_problems
 
     for role, section, ranks in roles:
         for key, text in layout_problems(section.megatron, ranks, **_numbers(checked, role)):
@@ -30,11 +30,9 @@ def megatron(checked: Checked) -> None:
             key = f"{role}.ulysses_sequence_parallel_size"
             text = f"{section.ulysses_sequence_parallel_size} is of the FSDP engine; set it to 1 and use "
             checked.refuse(key, f"{text}{role}.megatron.context_parallel_size", f"{role}.strategy")
-        model = hybrid.model if role in (ACTOR, REF) else getattr(checked.config, role).model
-        if model.lora_rank:
-            owner = "actor_rollout_ref" if role in (ACTOR, REF) else role
-            text = f"{model.lora_rank}, but strategy=megatron trains no adapters; set it to 0, or take fsdp"
-            checked.refuse(f"{owner}.model.lora_rank", text, f"{role}.strategy")
+        owner, holder = ("actor_rollout_ref", hybrid) if role in (ACTOR, REF) else (role, section)
+        for key, text in foreign_settings(holder.model, getattr(section, "optim", None)):
+            checked.refuse(f"{owner if key.startswith('model.') else role}.{key}", text, f"{role}.strategy")
     _alike(checked, roles)
 
 

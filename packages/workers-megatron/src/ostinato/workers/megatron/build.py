@@ -338,6 +338,12 @@ def _read_weights(
     unknown = parameters.keys() - {part.name for part in parts}
     if unknown:
         raise ModelLoadError(f"model.path {model.path}: Megatron's model has parameters without a source: {unknown}")
+    # Every rank looks for all names, so that all of them learn of a missing one.
+    missing = [name for part in parts for name, _ in part.hf if name not in folder and name != "score.weight"]
+    if missing:
+        raise ModelLoadError(f"model.path {model.path}: weights are missing from the folder: {missing[:5]} …")
+    if "score.bias" in folder and any(part.hf[0][0] == "score.weight" for part in parts):
+        raise ModelLoadError(f"model.path {model.path}: its head has a bias (score.bias), and this engine's has none.")
     with torch.no_grad():
         for part in parts:
             parameter = parameters.get(part.name)

@@ -197,6 +197,24 @@ def layout_problems(
     return problems
 
 
+def foreign_settings(model: Any, optim: Any | None) -> list[tuple[str, str]]:
+    """Settings of a role that this engine does not have: (`model.…` or `optim.…`, text); empty where there are none.
+
+    Args:
+        model: the role's ModelConfig.
+        optim: its OptimConfig; None where nothing is trained.
+    """
+    asked: list[tuple[str, Any, str]] = []
+    if model.lora_rank:
+        asked.append(("model.lora_rank", model.lora_rank, "0"))
+    if model.enable_activation_offload:
+        asked.append(("model.enable_activation_offload", True, "False"))
+    if optim is not None and optim.optimizer != "AdamW":
+        asked.append(("optim.optimizer", optim.optimizer, "AdamW"))
+    text = "the Megatron engine has no such thing; set it to {}, or take strategy=fsdp"
+    return [(key, f"{got}, but " + text.format(instead)) for key, got, instead in asked]
+
+
 def _expert_problems(config: MegatronConfig, ranks: int, num_experts: int | None) -> list[tuple[str, str]]:
     key, size = "expert_model_parallel_size", config.expert_model_parallel_size
     if size > 1 and num_experts == 0:

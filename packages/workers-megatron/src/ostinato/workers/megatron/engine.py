@@ -17,7 +17,7 @@ from ostinato.workers.core.engine import Head, LossFn, OutputFn, StepStats
 from ostinato.workers.core.microbatch import PackedRows
 from ostinato.workers.core.optim import OptimConfig, lr_factor
 from ostinato.workers.megatron import parallel
-from ostinato.workers.megatron.config import MegatronConfig, as_megatron_config
+from ostinato.workers.megatron.config import MegatronConfig, as_megatron_config, foreign_settings
 from ostinato.workers.megatron.errors import EngineStateError, MegatronConfigError
 
 T = TypeVar("T")
@@ -73,11 +73,8 @@ class MegatronEngine:
             raise EngineStateError("MegatronEngine.build: expected to be called once, this engine is built already.")
         if self._optim_config is not None:
             self._optim_config.check_resolved()
-        if self._model_config.lora_rank:
-            raise MegatronConfigError(
-                f"model.lora_rank: {self._model_config.lora_rank}: Megatron trains no adapters here; set it to 0, "
-                "or take strategy=fsdp"
-            )
+        for key, text in foreign_settings(self._model_config, self._optim_config):
+            raise MegatronConfigError(f"{key}: {text}")
         from ostinato.workers.megatron import build
         from ostinato.workers.megatron.architecture import read_architecture
         from ostinato.workers.megatron.offload import GradientBuffers, HostCopies

@@ -48,10 +48,8 @@ class Folder:
         """One whole tensor, as it was saved.
 
         Raises:
-            ModelLoadError: It is missing, or has another shape than the configuration says.
+            ModelLoadError: It has another shape than the configuration says.
         """
-        if name not in self._files:
-            raise ModelLoadError(f"model.path {self.path}: weights are missing from the folder: {name} …")
         with _opened(self._files[name]) as opened:
             tensor = opened.get_tensor(name)
         if tuple(tensor.shape) != shape:
