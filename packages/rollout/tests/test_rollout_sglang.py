@@ -216,7 +216,7 @@ def test_sglang_processes_die_with_the_worker(setting: Setting, tmp_path):
     (tmp_path / "orphans.py").write_text(ORPHANS)
     run = subprocess.run(
         [sys.executable, str(tmp_path / "orphans.py"), str(setting.model()[0])],
-        capture_output=True, text=True, timeout=300, check=False,
+        capture_output=True, text=True, timeout=550, check=False,
     )  # fmt: skip
     assert run.returncode == -9, run.stderr[-2000:]
     alive = [psutil.Process(int(pid)) for pid in run.stdout.split()[-2:] if psutil.pid_exists(int(pid))]
