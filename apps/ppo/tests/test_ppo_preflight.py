@@ -229,18 +229,40 @@ def test_ppo_preflight_heads_divide_over_ulysses_ranks(size, fits, make):
     assert fits or "1, 2, 4 would" in found[f"{ACTOR}.{key}"]
 
 
-def test_ppo_preflight_ulysses_ranks_share_rows(make):
-    """8 ranks in pairs are 4 data-parallel ranks: 4 rows are enough, 3 are not."""
-    key = f"{ACTOR}.ulysses_sequence_parallel_size"
+@pytest.mark.parametrize(
+    ("engine", "key"),
+    [
+        ("fsdp", f"{ACTOR}.ulysses_sequence_parallel_size"),
+        ("megatron", f"{ACTOR}.megatron.tensor_model_parallel_size"),
+        ("megatron", f"{ACTOR}.megatron.pipeline_model_parallel_size"),
+    ],
+)
+def test_ppo_preflight_ranks_share_rows(engine, key, make):
+    """8 ranks in pairs are 4 data-parallel ranks: 4 rows are enough, 2 are not."""
     rows = {"trainer.n_gpus_per_node": 8, f"{ROLLOUT}.n": 2, key: 2, "data.train_batch_size": 8}
+    rows[f"{ACTOR}.strategy"] = engine
     assert faults(make(**{**rows, f"{ACTOR}.ppo_mini_batch_size": 2})) == {}
     found = faults(make(**{**rows, f"{ACTOR}.ppo_mini_batch_size": 1}))
-    assert "÷ ulysses_sequence_parallel_size=2" in found[f"{ACTOR}.ppo_mini_batch_size"]
-    assert "4 does not divide 6 ranks" in faults(make(**{**rows, "trainer.n_gpus_per_node": 6, key: 4}))[key]
+    assert "÷ 2 that share each row" in found[f"{ACTOR}.ppo_mini_batch_size"]
     assert (
         update_plan(make(**rows), "actor").rows_per_rank
         == 2 * update_plan(make(**{**rows, key: 1}), "actor").rows_per_rank
     )
+
+
+def test_ppo_preflight_ulysses_ranks_divide_the_ranks(make):
+    key = f"{ACTOR}.ulysses_sequence_parallel_size"
+    assert "4 does not divide 6 ranks" in faults(make(**{"trainer.n_gpus_per_node": 6, key: 4}))[key]
+
+
+def test_ppo_preflight_plan_without_the_megatron_wheel_leaves_its_models_out(make, monkeypatch):
+    """Without the extra the keys below `megatron` are a plain dict: the check ends in a plan all the same."""
+    monkeypatch.setattr("ostinato.ppo.preflight_megatron.find_spec", lambda module: None)
+    config = make(**{f"{ACTOR}.strategy": "megatron"})
+    actor = replace(config.actor_rollout_ref.actor, megatron={"tensor_model_parallel_size": 2})
+    checked = examine(replace(config, actor_rollout_ref=replace(config.actor_rollout_ref, actor=actor)))
+    assert {plan.role for plan in memory_plan(checked)} == {"rollout (hf)"}
+    assert "where" in plan_text(checked)
 
 
 # --- algorithm ------------------------------------------------------------------------------------

@@ -280,6 +280,13 @@ def mini_batches(train_batch_size: int, ppo_mini_batch_size: int) -> int:
     return max(train_batch_size // ppo_mini_batch_size, 1)
 
 
+def sharing_ranks(role: ActorSection | CriticSection) -> int:
+    """Ranks that get the same rows: they share the model (Megatron's tp × pp × cp) or each row's tokens (Ulysses)."""
+    if role.strategy == "megatron":
+        return getattr(role.megatron, "model_size", 1)  # where the wheel is missing, the keys are a plain dict
+    return role.ulysses_sequence_parallel_size
+
+
 def _with_optimizer_steps(role: Role, steps: int) -> Role:
     """A role whose schedule knows its length: steps × passes × mini-batches."""
     if role.optim.total_training_steps != -1:

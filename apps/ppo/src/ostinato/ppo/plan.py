@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ostinato.ppo.config import PpoConfig
+from ostinato.ppo.config import PpoConfig, sharing_ranks
 from ostinato.ppo.facts import ModelFacts
 from ostinato.ppo.preflight import Checked
 from ostinato.workers.core.config import ModelConfig
@@ -23,7 +23,7 @@ class UpdatePlan:
         passes: passes over the rows (`ppo_epochs`).
         prompts: prompts of one update.
         rows: responses of one update, `prompts × rollout.n`.
-        rows_per_rank: of these, on one rank, or on the ranks that share their tokens; the larger number where they do
+        rows_per_rank: of these, on one rank, or on the ranks that share them; the larger number where they do
             not divide.
         micro_batches: micro-batches of one update on one rank; None where a token budget decides.
         token_budget: that budget, or None.
@@ -48,7 +48,7 @@ def update_plan(config: PpoConfig, role: str) -> UpdatePlan:
     section: Any = config.actor_rollout_ref.actor if role == "actor" else config.critic
     prompts = math.ceil(config.data.train_batch_size / section.num_mini_batches)
     rows = prompts * config.actor_rollout_ref.rollout.n
-    per_rank = math.ceil(rows * section.ulysses_sequence_parallel_size / config.world_size)
+    per_rank = math.ceil(rows * sharing_ranks(section) / config.world_size)
     limit = section.update_limit
     micro = math.ceil(per_rank / limit.micro_batch_size) if limit.micro_batch_size else None
     return UpdatePlan(section.num_mini_batches, section.ppo_epochs, prompts, rows, per_rank, micro, limit.max_tokens)
@@ -104,10 +104,12 @@ def memory_plan(checked: Checked) -> list[MemoryPlan]:
 
 
 def _shard(section: Any, model: ModelFacts | None, ranks: int) -> float | None:
-    """Parameters of one rank."""
+    """Parameters of one rank; None where they are not known, or the engine's wheel and so its sizes are missing."""
     if model is None or model.num_parameters is None:
         return None
     if section.strategy == "megatron":
+        if isinstance(section.megatron, Mapping):
+            return None
         return model.num_parameters / (
             section.megatron.tensor_model_parallel_size * section.megatron.pipeline_model_parallel_size
         )

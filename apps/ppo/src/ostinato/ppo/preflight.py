@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any
 
-from ostinato.ppo.config import PpoConfig
+from ostinato.ppo.config import PpoConfig, sharing_ranks
 from ostinato.ppo.errors import ConfigError, LaunchError, Problem
 from ostinato.ppo.facts import DataFacts, ModelFacts, TokenizerFacts
 
@@ -214,9 +214,9 @@ def _roles(checked: Checked) -> Iterator[tuple[str, int, int]]:
     """The trained roles, their mini-batch sizes in prompts, and how many ranks share a row."""
     config = checked.config
     actor = config.actor_rollout_ref.actor
-    yield ACTOR, actor.ppo_mini_batch_size, actor.ulysses_sequence_parallel_size
+    yield ACTOR, actor.ppo_mini_batch_size, sharing_ranks(actor)
     if checked.needs_critic:
-        yield "critic", config.critic_mini_batch_size, config.critic.ulysses_sequence_parallel_size
+        yield "critic", config.critic_mini_batch_size, sharing_ranks(config.critic)
 
 
 def _batches(checked: Checked) -> None:
@@ -235,7 +235,7 @@ def _batches(checked: Checked) -> None:
                 key,
                 f"{mini} prompts × {ROLLOUT}.n={n} = {mini * n} rows a mini-batch; {mini * n} rows // {ranks} ranks "
                 f"(trainer.n_gpus_per_node={config.trainer.n_gpus_per_node} × trainer.nnodes={config.trainer.nnodes}"
-                + (f" ÷ {ULYSSES}={shared}" if shared > 1 else "")
+                + (f" ÷ {shared} that share each row" if shared > 1 else "")
                 + ") "
                 f"= 0 rows a rank. Set it to {math.ceil(ranks / n)} or more"
                 + (", and data.train_batch_size with it" if asked > prompts or prompts * n < ranks else ""),
