@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from ostinato.controller import CallTimedOut, WorkerDied, WorkerFailed
-from ostinato.ppo.checkpoint import MARKER, Checkpoints, complete_steps, model_fingerprint
+from ostinato.ppo.checkpoint import LATEST, MARKER, Checkpoints, complete_steps, model_fingerprint
 from ostinato.ppo.errors import CheckpointError, RunFolderBusy
 
 
@@ -131,6 +131,16 @@ def test_checkpoint_under_way_that_fails_is_given_up(checkpoints, caplog):
     assert [path.name for path in checkpoints.folder.glob("global_step_*")] == ["global_step_1"]
     save(checkpoints, 3, write, {"step": 3})
     checkpoints.finish()
+
+
+def test_checkpoint_in_force_is_not_given_up_where_the_folder_around_it_fails(checkpoints, caplog):
+    """The number for people and scripts cannot be written: a warning, and the checkpoint counts."""
+    (checkpoints.folder / f"{LATEST}.tmp").mkdir()
+    save(checkpoints, 1, write, {"step": 1})
+    checkpoints.finish()
+    assert checkpoints.num_failed == 0
+    assert complete_steps(checkpoints.folder) == [1]
+    assert "global_step_1 is in force, but" in caplog.text
 
 
 def test_checkpoint_keeps_each_role_s_part_as_long_as_asked(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -30,6 +31,12 @@ def test_export_finds_the_role_in_a_checkpoint_a_run_or_by_itself(run):
     assert find_role(run, "actor") == run / "global_step_6" / "actor"
     assert find_role(run, "critic") == run / "global_step_4" / "critic"
     assert find_role(run / "global_step_4" / "critic", "actor") == run / "global_step_4" / "critic"
+
+
+@pytest.mark.parametrize("inside", ["global_step_4", "global_step_4/critic"])
+def test_export_of_the_folder_it_is_called_in(run, inside, monkeypatch):
+    monkeypatch.chdir(run / inside)
+    assert find_role(Path("."), "critic") == (run / "global_step_4" / "critic").resolve()
 
 
 @pytest.mark.parametrize(

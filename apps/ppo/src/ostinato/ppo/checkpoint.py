@@ -218,9 +218,12 @@ class Checkpoints:
             final.rename(replaced)
         partial.rename(final)
         shutil.rmtree(replaced, ignore_errors=True)
-        _sync_folder(self.folder)
-        _write_atomically(self.folder / LATEST, str(pending.step))
-        self._drop_old(pending.step)
+        try:
+            _sync_folder(self.folder)
+            _write_atomically(self.folder / LATEST, str(pending.step))
+            self._drop_old(pending.step)
+        except OSError as error:
+            logger.warning("%s is in force, but the folder around it could not be brought up to date: %s", final, error)
 
     @contextmanager
     def _surviving(self, pending: _Pending) -> Iterator[None]:
@@ -292,9 +295,8 @@ class Checkpoints:
             folder = self.folder / f"global_step_{step}"
             present = [role for role in self.keep if (folder / role).exists()] or list(self.keep)
             if all(step in dropped.get(role, ()) for role in present):
-                (
-                    folder / MARKER
-                ).unlink()  # first: a run that dies now must not leave half of one that says it is whole
+                # The marker first: a run that dies now must not leave half of one that says it is whole.
+                (folder / MARKER).unlink()
                 shutil.rmtree(folder)
                 continue
             for role in dropped:

@@ -131,8 +131,9 @@ def find_role(path: Path, role: str) -> Path:
 
     if not path.is_dir():
         raise CheckpointError(f"{path}: expected a checkpoint's folder (global_step_N), found none")
+    path = path.resolve()  # "." has no name of its own
     if (path / ROLE_FILE).is_file():
-        path, role = path.absolute().parent, path.name
+        path, role = path.parent, path.name
     elif not path.name.startswith("global_step_"):
         steps = complete_steps(path, roles=[role])
         if not steps:
