@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from ostinato.ppo.config import TrainerConfig
 from ostinato.ppo.dump import RolloutDump, observers
 from ostinato.ppo.testing import make_tokenizer
 from ostinato.protocol import DataProto
@@ -105,5 +105,5 @@ def test_dump_reads_no_other_columns():
 
 
 def test_nothing_is_dumped_unless_asked():
-    config: Any = SimpleNamespace(trainer=SimpleNamespace(rollout_data_dir=None))
-    assert observers(config) == {}
+    assert observers(TrainerConfig(), make_tokenizer()) == {}
+    assert list(observers(TrainerConfig(rollout_data_dir="folder"), make_tokenizer())) == ["dump_rollout_generations"]

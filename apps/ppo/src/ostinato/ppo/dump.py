@@ -12,9 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from ostinato.ppo.config import PpoConfig
+from ostinato.ppo.config import TrainerConfig
 from ostinato.ppo.prepare.files import write_whole
-from ostinato.ppo.prompts import load_tokenizer
 from ostinato.ppo.rewards.manager import EXTRA
 from ostinato.protocol import DataProto
 
@@ -33,12 +32,10 @@ DIGITS = 6
 """Digits behind the point of scores and of the numbers in the lists."""
 
 
-def observers(config: PpoConfig) -> dict[str, Callable[[DataProto], None]]:
+def observers(trainer: TrainerConfig, tokenizer: Any) -> dict[str, Callable[[DataProto], None]]:
     """What looks at the scored rows of each training step, by its name among the timings."""
-    folder = config.trainer.rollout_data_dir
-    if folder is None:
-        return {}
-    return {"dump_rollout_generations": RolloutDump(folder, load_tokenizer(config.actor_rollout_ref.model))}
+    folder = trainer.rollout_data_dir
+    return {} if folder is None else {"dump_rollout_generations": RolloutDump(folder, tokenizer)}
 
 
 class RolloutDump:

@@ -70,6 +70,7 @@ def train(config: PpoConfig, *, emit: Callable[[Event], None]) -> None:
     from ostinato.ppo import curve
     from ostinato.ppo.checkpoint import Checkpoints, model_fingerprint
     from ostinato.ppo.data import Schedule, load_tokenizer
+    from ostinato.ppo.dump import observers
     from ostinato.ppo.placement import open_backend, place
     from ostinato.ppo.rewards import build_reward
     from ostinato.ppo.tracking import Tracker
@@ -98,7 +99,8 @@ def train(config: PpoConfig, *, emit: Callable[[Event], None]) -> None:
             group.init_model()
         reward = build_reward(config, tokenizer, groups)
         stack.callback(reward.close)
-        Trainer(config, groups, reward, schedule, validation, tracker, checkpoints).fit()
+        observe = observers(trainer, tokenizer)
+        Trainer(config, groups, reward, schedule, validation, tracker, checkpoints, observe).fit()
         if "jsonl" in trainer.logger:
             tracker.note(f"reward curve: {curve.draw(checkpoints.folder)}")
         tracker.note(f"done, {schedule.total_steps} steps; what the run leaves behind is in {checkpoints.folder}")

@@ -19,7 +19,6 @@ from ostinato.ppo.baseline import GreedyBaseline
 from ostinato.ppo.checkpoint import Checkpoints
 from ostinato.ppo.config import PpoConfig
 from ostinato.ppo.data import Schedule, follow, rollouts
-from ostinato.ppo.dump import observers
 from ostinato.ppo.estimate import Estimate, correct
 from ostinato.ppo.metrics import batch_metrics
 from ostinato.ppo.tracking import Tracker
@@ -44,6 +43,7 @@ class Trainer:
         validation: the validation pass, or None without validation data.
         tracker: metrics, timings, progress.
         checkpoints: the run folder.
+        observers: look at the scored rows of each step, by timing name.
     """
 
     config: PpoConfig
@@ -53,6 +53,7 @@ class Trainer:
     validation: Validation | None
     tracker: Tracker
     checkpoints: Checkpoints
+    observers: Mapping[str, Callable[[DataProto], None]]
 
     def __post_init__(self) -> None:
         config = self.config
@@ -63,7 +64,6 @@ class Trainer:
         self.preparations: dict[str, Callable[[DataProto], DataProto]] = {}  # steps on the prompts, by timing name
         if "reward_baselines" in self.estimate.wanted:
             self.preparations["baseline"] = GreedyBaseline(self.actor, self.reward)
-        self.observers = observers(config)  # look at the scored rows, by timing name
         self.step = 0
         self.num_mini_batches = config.actor_rollout_ref.actor.num_mini_batches
         if self.critic:  # the finest cut that both roles' mini-batches are whole multiples of
