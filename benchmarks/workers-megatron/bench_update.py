@@ -55,7 +55,8 @@ def write_model(name: str, folder: Path) -> None:
         tie_word_embeddings=False,
     )
     torch.manual_seed(0)
-    Qwen2ForCausalLM(config).to(torch.bfloat16 if name != "tiny" else torch.float32).save_pretrained(folder)
+    module: Any = Qwen2ForCausalLM(config)
+    module.to(torch.bfloat16 if name != "tiny" else torch.float32).save_pretrained(folder)
 
 
 def make_rows(num_rows: int, prompt: int, response: int, vocabulary: int) -> DataProto:
