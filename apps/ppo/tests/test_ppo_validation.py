@@ -64,6 +64,7 @@ def test_validation_rows_of_all_batches_draw_from_streams_of_their_own():
 
     validation = Validation.__new__(Validation)
     validation.loader, validation.n, validation.num_samples = [prompts(3), prompts(2)], 2, 0  # pyright: ignore[reportAttributeAccessIssue]
+    validation.dump = None
     metrics = validation.run(7, Actor(), reward)
     assert sorted(seen) == list(range(10))
     assert metrics["val-core/a/reward/mean@2"].value == 1.0

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 else:
     try:
         from ostinato.workers.megatron.config import MegatronConfig
-    except ImportError:  # an extra: without it the keys below `megatron` are taken as they are, a launch is refused
+    except ModuleNotFoundError:  # an extra: the keys below `megatron` are taken as they are, a launch is refused
         MegatronConfig = dict[str, Any]
 
 __all__ = [

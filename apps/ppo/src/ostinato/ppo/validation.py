@@ -29,17 +29,14 @@ class Validation:
         tokenizer: the policy's tokenizer.
     """
 
-    dump: RolloutDump | None = None
-    """Where the answers are written to."""
-
     def __init__(self, config: PpoConfig, tokenizer: Any) -> None:
         dataset = PromptDataset.from_config(config.data, tokenizer, validation=True)
         self.loader = PromptLoader(dataset, config.data.val_batch_size or len(dataset))
         self.n = config.actor_rollout_ref.rollout.val_kwargs.n
         self.num_samples = config.trainer.log_val_generations
         self.tokenizer = tokenizer
-        if config.trainer.validation_data_dir is not None:
-            self.dump = RolloutDump(config.trainer.validation_data_dir, tokenizer)
+        folder = config.trainer.validation_data_dir
+        self.dump = None if folder is None else RolloutDump(folder, tokenizer)
 
     def run(self, step: int, actor: Any, reward: Callable[[DataProto], DataProto]) -> dict[str, Metric]:
         """Validate the actor as it is now.
