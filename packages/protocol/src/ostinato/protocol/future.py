@@ -61,7 +61,10 @@ class DataProtoFuture:
         if isinstance(batch, DataProtoFuture):
             return batch
         if not isinstance(batch, DataProto):
-            raise ArgumentError(f"expected a DataProto or a handle to rows elsewhere, got {type(batch).__name__}")
+            raise ArgumentError(
+                f"expected a DataProto or a handle to rows elsewhere, got {type(batch).__name__}; "
+                "make one with DataProto.from_dict"
+            )
         columns = batch._columns()
         metrics = (batch.metrics,) if batch.metrics else ()
         places: Places = {}
