@@ -30,7 +30,6 @@ from ostinato.protocol import DataProto, DataProtoFuture, Metric
 REFERENCE_BYTES = 150
 WIDTH = 256
 """Prompt and response tokens of the step's rows, each."""
-STAGES = 7
 PROMPT = ("input_ids", "attention_mask", "position_ids")
 SCORED = ("input_ids", "attention_mask", "response_mask")
 
@@ -38,32 +37,19 @@ SCORED = ("input_ids", "attention_mask", "response_mask")
 class Stages(Worker):
     """The stages of a step with the columns of the real ones and no model."""
 
-    @register(Dispatch.DP_COMPUTE_PROTO, writes=("input_ids", "attention_mask", "position_ids"))
+    @register(Dispatch.DP_COMPUTE_PROTO, writes=PROMPT)
     def load(self, rows: DataProto) -> DataProto:
-        made = {
-            name: torch.zeros(len(rows), WIDTH, dtype=torch.int64)
-            for name in ("input_ids", "attention_mask", "position_ids")
-        }
+        made = {name: torch.zeros(len(rows), WIDTH, dtype=torch.int64) for name in PROMPT}
         return DataProto.from_dict(made, {"uid": [str(i) for i in range(len(rows))]})
 
     @register(
         Dispatch.DP_COMPUTE_PROTO,
-        reads=("input_ids", "attention_mask", "position_ids", "uid"),
-        writes=(
-            "prompts",
-            "responses",
-            "input_ids",
-            "attention_mask",
-            "position_ids",
-            "response_mask",
-            "rollout_log_probs",
-        ),
+        reads=(*PROMPT, "uid"),
+        writes=("prompts", "responses", *PROMPT, "response_mask", "rollout_log_probs"),
     )
     def generate(self, prompts: DataProto) -> DataProto:
         n, long = len(prompts), 2 * WIDTH
-        whole = {
-            name: torch.ones(n, long, dtype=torch.int64) for name in ("input_ids", "attention_mask", "position_ids")
-        }
+        whole = {name: torch.ones(n, long, dtype=torch.int64) for name in PROMPT}
         parts = {name: torch.ones(n, WIDTH, dtype=torch.int64) for name in ("prompts", "responses", "response_mask")}
         return DataProto.from_dict(
             {**whole, **parts, "rollout_log_probs": torch.zeros(n, WIDTH)}, {"uid": prompts.non_tensor_batch["uid"]}
@@ -78,30 +64,15 @@ class Stages(Worker):
     def reward(self, batch: DataProto) -> DataProto:
         return self._column(batch, "scores")
 
-    @register(
-        Dispatch.DP_COMPUTE_PROTO,
-        reads=("input_ids", "attention_mask", "response_mask"),
-        writes=("old_log_probs",),
-        keeps_rows=True,
-    )
+    @register(Dispatch.DP_COMPUTE_PROTO, reads=SCORED, writes=("old_log_probs",), keeps_rows=True)
     def old_log_prob(self, batch: DataProto) -> DataProto:
         return self._column(batch, "old_log_probs")
 
-    @register(
-        Dispatch.DP_COMPUTE_PROTO,
-        reads=("input_ids", "attention_mask", "response_mask"),
-        writes=("ref_log_prob",),
-        keeps_rows=True,
-    )
+    @register(Dispatch.DP_COMPUTE_PROTO, reads=SCORED, writes=("ref_log_prob",), keeps_rows=True)
     def ref_log_prob(self, batch: DataProto) -> DataProto:
         return self._column(batch, "ref_log_prob")
 
-    @register(
-        Dispatch.DP_COMPUTE_PROTO,
-        reads=("input_ids", "attention_mask", "response_mask"),
-        writes=("values",),
-        keeps_rows=True,
-    )
+    @register(Dispatch.DP_COMPUTE_PROTO, reads=SCORED, writes=("values",), keeps_rows=True)
     def values(self, batch: DataProto) -> DataProto:
         return self._column(batch, "values")
 
@@ -116,7 +87,7 @@ class Stages(Worker):
 
     @register(
         Dispatch.DP_COMPUTE_PROTO,
-        reads=("input_ids", "attention_mask", "response_mask", "old_log_probs", "advantages", "ref_log_prob"),
+        reads=(*SCORED, "old_log_probs", "advantages", "ref_log_prob"),
     )
     def update(self, batch: DataProto) -> DataProto:
         return DataProto.from_dict(meta_info={"metrics": {"rows": Metric.sum(len(batch))}})
