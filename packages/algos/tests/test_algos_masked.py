@@ -22,7 +22,7 @@ from ostinato.algos import (
 )
 from ostinato.algos.errors import unknown_name
 from ostinato.algos.groups import make_groups
-from ostinato.algos.scan import PolicyTokens, discounted_sum, reward_to_go
+from ostinato.algos.scan import DiscountedSum, PolicyTokens, reward_to_go
 
 JUNK = (math.nan, math.inf, -math.inf)
 
@@ -95,7 +95,8 @@ def test_discounted_sum_equals_the_loop(length, coefficient, seed):
     for t in reversed(range(length)):
         running = x[:, t] + coefficient * running
         expected[:, t] = running
-    torch.testing.assert_close(discounted_sum(x, coefficient), expected, rtol=1e-11, atol=1e-12)
+    found = DiscountedSum(length, coefficient, x)(x)
+    torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-12)
 
 
 @pytest.mark.parametrize("gamma", [0.0, 1e-3, 0.5, 0.99, 1.0])

@@ -114,11 +114,6 @@ class DiscountedSum:
         return (blocks @ self.powers).flatten(-2)[..., :length]
 
 
-def discounted_sum(x: Tensor, coefficient: float) -> Tensor:
-    """`DiscountedSum` of a tensor that stays as it is: (..., R) -> (..., R)."""
-    return DiscountedSum(x.shape[-1], coefficient, x)(x.clone())
-
-
 def reward_to_go(rewards: Tensor, response_mask: Tensor, gamma: float) -> Tensor:
     """G_t = r_t + γ·G_{t+1} over policy tokens; masked positions are carried across without a decay step.
 
