@@ -10,8 +10,16 @@ from typing import Any
 
 import torch
 
+from ostinato.protocol import DataProto
+from ostinato.rollout import RolloutConfig, SamplingParams
+from ostinato.rollout.backends.hf import HfRollout
+from ostinato.rollout.reshard import reshard
+from ostinato.workers.core.engine import TokenOutputs
+from ostinato.workers.core.microbatch import PackedRows
 from ostinato.workers.core.testing import conformance
 from ostinato.workers.core.testing.oracle import (
+    TEMPERATURE,
+    Driver,
     MakeEngine,
     Oracle,
     assert_near,
@@ -33,6 +41,7 @@ VPP: dict[str, Any] = {"pipeline_model_parallel_size": 3, "virtual_pipeline_mode
 EP: dict[str, Any] = {"expert_model_parallel_size": 2}
 LOCAL: dict[str, Any] = {"override_transformer_config": {"transformer_impl": "local"}}
 PLAIN: dict[str, Any] = {"use_distributed_optimizer": False}
+ROLLOUT = RolloutConfig(dtype="float32", prompt_length=4, response_length=4)
 
 
 def megatron(**config: Any) -> MakeEngine:
@@ -57,8 +66,17 @@ def prepare(workspace: Path) -> None:
 
 
 def check_family(make_engine: MakeEngine, folder: Path) -> None:
-    """Log-probabilities, loss, gradient norm and weights of a family equal one plain Hugging Face model's."""
+    """Log-probabilities, loss, gradient norm and weights of a family equal one plain Hugging Face model's.
+
+    Its names and weights are the folder's at first, and a rollout engine holds them before the steps and after.
+    """
+    from safetensors.torch import load_file
+    from transformers.core_model_loading import revert_weight_conversion
+
     driver = start(make_engine, folder)
+    assert_same_weights(driver.state(), load_file(folder / "model.safetensors"), rtol=0)
+    rollout = HfRollout(ROLLOUT, model_path=folder, device=driver.engine.device)
+    check_reshard(driver, rollout)
     oracle = Oracle(folder, "lm", driver_optim(), driver.engine.device)
     rows = make_rows(6, seed=21)
     collected = driver.outputs(rows, 3)
@@ -71,11 +89,33 @@ def check_family(make_engine: MakeEngine, folder: Path) -> None:
         loss, stats = driver.train(rows, 2)
         assert_near("loss", loss, oracle.loss(rows), rtol=1e-5)
         assert_near("gradient norm", stats.grad_norm, oracle.step().grad_norm, rtol=1e-5)
-    oracle_state, state = oracle.state(), driver.state()
     # transformers keeps all experts of a layer in one tensor; the folder has them one by one.
-    shared = state.keys() & oracle_state.keys()
-    assert len(shared) >= len(state) // 2 - 8
-    assert_same_weights({name: state[name] for name in shared}, {name: oracle_state[name] for name in shared}, 1e-5)
+    module: Any = oracle.module
+    assert_same_weights(driver.state(), revert_weight_conversion(module, oracle.state()), rtol=1e-5)
+    check_reshard(driver, rollout)
+
+
+def check_reshard(driver: Driver, rollout: HfRollout) -> None:
+    """`reshard` hands every weight on bit by bit; the rollout's log-probabilities of its tokens are training's."""
+    ids = torch.arange(8).reshape(2, 4) + 5
+    prompts = DataProto.from_dict(
+        {"input_ids": ids, "attention_mask": torch.ones_like(ids), "position_ids": torch.arange(4).repeat(2, 1)},
+        {"uid": ["a", "b"], "rollout_id": [0, 1]},
+    )
+    sampling = SamplingParams(temperature=TEMPERATURE, seed=1, ignore_eos=True)
+    engine = driver.engine
+    with reshard(engine.weight_source(), rollout, park=engine.offload, restore=engine.onload, check=True):
+        rows = rollout.generate(prompts, sampling)
+    rows = rows.select(["input_ids", "attention_mask", "response_mask", "rollout_log_probs"])
+
+    def log_probs(outputs: TokenOutputs, packed: PackedRows) -> torch.Tensor:
+        assert outputs.log_probs is not None
+        return packed.to_response(outputs.log_probs)
+
+    collected = engine.forward(driver.packed(rows, 2), log_probs)
+    if collected is not None:
+        expected = batch_of(rows)["rollout_log_probs"].to(engine.device)
+        torch.testing.assert_close(collected[0], expected, rtol=0, atol=2e-4)
 
 
 def driver_optim() -> Any:
