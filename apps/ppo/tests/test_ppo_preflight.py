@@ -743,9 +743,12 @@ def test_ppo_preflight_check_raises_all_and_paths_become_absolute(make, tmp_path
         "algorithm.adv_estimator",
         PATH,
     }
-    config = check(make(**{"data.train_files": "train.parquet", "trainer.default_local_dir": "out"})).config
+    folders = ("default_local_dir", "rollout_data_dir", "validation_data_dir")
+    given = {f"trainer.{name}": f"to/{name}" for name in folders}
+    config = check(make(**{"data.train_files": "train.parquet", **given})).config
     assert config.data.train_files == [str(tmp_path / "train.parquet")]
-    assert config.trainer.default_local_dir == str(tmp_path / "out")
+    assert [getattr(config.trainer, name) for name in folders] == [str(tmp_path / "to" / name) for name in folders]
+    assert config.trainer.resume_from_path is None
 
 
 def test_ppo_preflight_checked_survives_later_changes(make):

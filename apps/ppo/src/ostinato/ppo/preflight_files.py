@@ -76,12 +76,12 @@ def absolute_paths(checked: Checked) -> None:
     config = checked.config
     data, trainer, reward = config.data, config.trainer, config.custom_reward_function
     files = {name: [os.path.abspath(path) for path in getattr(data, name)] for name in ("train_files", "val_files")}
-    resume = trainer.resume_from_path and os.path.abspath(trainer.resume_from_path)
-    folder = os.path.abspath(trainer.default_local_dir)
+    names = ("default_local_dir", "resume_from_path", "rollout_data_dir", "validation_data_dir")
+    folders = {name: getattr(trainer, name) and os.path.abspath(getattr(trainer, name)) for name in names}
     checked.config = replace(
         config,
         data=replace(data, **files),
-        trainer=replace(trainer, default_local_dir=folder, resume_from_path=resume),
+        trainer=replace(trainer, **folders),
         custom_reward_function=replace(reward, path=reward.path and os.path.abspath(reward.path)),
     )
 
