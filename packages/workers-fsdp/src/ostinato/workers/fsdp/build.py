@@ -28,6 +28,7 @@ from transformers import (
 from ostinato.rollout.model_config import ATTENTION, read_model_config
 from ostinato.workers.core.config import ModelConfig
 from ostinato.workers.core.engine import Head
+from ostinato.workers.core.value_head import fresh_value_head
 from ostinato.workers.fsdp.attention import VARLEN, choose_attention, registered_name
 from ostinato.workers.fsdp.config import FsdpConfig, torch_dtype
 from ostinato.workers.fsdp.errors import ModelLoadError
@@ -38,8 +39,6 @@ from ostinato.workers.fsdp.ulysses import check_model
 
 logger = logging.getLogger(__name__)
 
-VALUE_HEAD_SEED = 20260
-VALUE_HEAD_STD = 1e-3
 _CLASSIFIER_ENDINGS = ("ForSequenceClassification", "ForTokenClassification", "RewardModel")
 
 
@@ -149,17 +148,16 @@ def load_full_module(
                 f"model.path {model.path}: expected a trained head `score.weight`, found none "
                 f"(architectures {config.architectures}). Give the folder of a sequence classifier with one label."
             )
-        module.score.weight.data = fresh_value_head(module.score.weight)
+        module.score.weight.data = _fresh_head(module)
         logger.info("%s has no value head; a fresh one starts near 0.", model.path)
     if missing:
         raise ModelLoadError(f"model.path {model.path}: weights are missing from the folder: {sorted(missing)[:5]} …")
     return module
 
 
-def fresh_value_head(like: torch.Tensor) -> torch.Tensor:
-    """A value head's first weight, the same in every run."""
-    generator = torch.Generator().manual_seed(VALUE_HEAD_SEED)
-    return torch.empty(like.shape, dtype=like.dtype).normal_(0.0, VALUE_HEAD_STD, generator=generator)
+def _fresh_head(module: Any) -> torch.Tensor:
+    weight = module.score.weight
+    return fresh_value_head(weight.shape[1], weight.dtype)
 
 
 def read_weights(
@@ -181,7 +179,7 @@ def read_weights(
 
     def made(name: str) -> torch.Tensor:
         if head == "value" and trainable and name == "score.weight":
-            return fresh_value_head(cast(Any, module).score.weight)
+            return _fresh_head(module)
         raise KeyError(name)
 
     read = open_folder(model.path, module, made)

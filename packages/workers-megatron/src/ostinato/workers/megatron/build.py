@@ -21,6 +21,7 @@ from torch.nn import functional
 from ostinato.workers.core.config import ModelConfig
 from ostinato.workers.core.engine import Head
 from ostinato.workers.core.optim import OptimConfig
+from ostinato.workers.core.value_head import fresh_value_head
 from ostinato.workers.megatron.architecture import Architecture
 from ostinato.workers.megatron.config import MegatronConfig, layout_problems
 from ostinato.workers.megatron.errors import (
@@ -29,7 +30,7 @@ from ostinato.workers.megatron.errors import (
     TransformerEngineMissingError,
 )
 from ostinato.workers.megatron.folder import Folder
-from ostinato.workers.megatron.heads import PackedRotary, ValueHead, fresh_value_head
+from ostinato.workers.megatron.heads import PackedRotary, ValueHead
 from ostinato.workers.megatron.mapping import OUTPUT, TE_NAMES, Part, padded_vocab, split, table
 from ostinato.workers.megatron.parallel import import_megatron
 

@@ -8,15 +8,6 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-VALUE_HEAD_SEED = 20260
-VALUE_HEAD_STD = 1e-3
-
-
-def fresh_value_head(hidden_size: int) -> torch.Tensor:
-    """Weights (1, hidden_size) of a new head: near 0, the same on every run and for every engine."""
-    generator = torch.Generator().manual_seed(VALUE_HEAD_SEED)
-    return torch.empty(1, hidden_size).normal_(0.0, VALUE_HEAD_STD, generator=generator)
-
 
 class ValueHead(nn.Module):
     """One number a position, in place of the output layer; every tensor-parallel rank holds all of it.
