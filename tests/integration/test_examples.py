@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import runpy
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -121,13 +122,15 @@ def test_offline_analysis_reads_what_a_run_dumps(toy, tmp_path):
 
 @pytest.mark.e2e
 def test_quickstart_runs_and_prints_its_table(tmp_path, monkeypatch, capsys):
-    """Two steps of each algorithm in place of all of them."""
+    """Two steps of each algorithm in place of all of them; the printed commands are those that ran."""
     script = runpy.run_path(str(EXAMPLES / "quickstart.py"))
     script["COMMON"] += ["trainer.total_training_steps=2", "trainer.backend=local", "data.train_batch_size=16"]
-    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("COLUMNS", "120")
     monkeypatch.setattr(sys, "argv", ["quickstart.py", "--out", str(tmp_path / "out")])
     script["main"]()
     printed = capsys.readouterr().out
     assert "accuracy after" in printed
-    for algorithm in ("grpo", "ppo"):
+    commands = [shlex.split(line) for line in printed.splitlines() if line.startswith("ostinato-ppo ")]
+    for algorithm, words in zip(("grpo", "ppo"), commands, strict=True):
+        assert words[1:] == script["command"](tmp_path / "out" / f"{algorithm}-0", algorithm, 0)[3:]
         assert (tmp_path / "out" / f"{algorithm}-0" / "metrics.jsonl").exists()
