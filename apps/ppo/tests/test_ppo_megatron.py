@@ -109,3 +109,14 @@ def test_ppo_megatron_missing_names_the_install_line(monkeypatch):
     assert "pip install 'ostinato-ppo[megatron]'" in next(preflight_megatron.missing(config))
     fsdp = replace(config.actor_rollout_ref, actor=replace(config.actor_rollout_ref.actor, strategy="fsdp"))
     assert list(preflight_megatron.missing(replace(config, actor_rollout_ref=fsdp))) == []
+
+
+def test_ppo_megatron_on_a_cpu_is_refused_at_launch_unless_a_module_is_named():
+    """Before a worker starts; the module may be the README's trial on a CPU."""
+    actor = {"actor": {"strategy": "megatron"}}
+    on = lambda device, **model: PpoConfig.from_mapping(  # noqa: E731
+        {"trainer": {"device": device}, "actor_rollout_ref": {**actor, "model": model}}
+    )
+    assert [line for line in preflight_megatron.missing(on("cpu")) if "use strategy=fsdp" in line]
+    assert list(preflight_megatron.missing(on("cuda"))) == []
+    assert list(preflight_megatron.missing(on("cpu", external_lib="my_cpu_trial"))) == []

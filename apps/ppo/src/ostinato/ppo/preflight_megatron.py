@@ -62,12 +62,17 @@ def _numbers(checked: Checked, role: str) -> dict[str, int | None]:
 
 
 def missing(config: PpoConfig) -> Iterator[str]:
-    """What a launch lacks."""
+    """What a launch lacks; an `external_lib` may be the trial on a CPU of workers-megatron's README."""
     used = {config.actor_rollout_ref.actor.strategy}
     used |= {config.critic.strategy} if config.needs_critic else set()
     used |= {config.reward_model.strategy} if config.reward_model.enable else set()
-    if "megatron" in used and not all(_found(name) for name in ("ostinato.workers.megatron", "megatron.core")):
+    if "megatron" not in used:
+        return
+    if not all(_found(name) for name in ("ostinato.workers.megatron", "megatron.core")):
         yield "strategy=megatron: Megatron-Core is not installed; pip install 'ostinato-ppo[megatron]'"
+    sections = (config.actor_rollout_ref, config.critic, config.reward_model)
+    if config.trainer.device == "cpu" and not any(section.model.external_lib for section in sections):
+        yield "strategy=megatron: Megatron-Core trains on GPUs only, and this run is on a CPU; use strategy=fsdp"
 
 
 def _found(name: str) -> bool:
