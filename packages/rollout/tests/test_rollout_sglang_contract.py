@@ -425,9 +425,10 @@ def test_sglang_draws_keep_to_the_restrictions():
 
 
 TWO_RANKS = """
-import sys
+import signal, sys
 from pathlib import Path
 import pytest, torch
+torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGKILL)  # a test run that is killed takes its ranks along
 folder, rank, path = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
 sys.path.insert(0, folder)
 import test_rollout_sglang_contract as contract
@@ -442,7 +443,7 @@ torch.distributed.init_process_group("gloo", init_method=f"file://{path}/store",
 config = setting.config(tensor_model_parallel_size=2)
 rollout = contract.make(config, model)
 assert (rollout._engine is None) == (rank == 1), "the first rank owns the engine"
-with reshard(ModuleWeights(module), rollout, bucket_megabytes=1):
+with reshard(ModuleWeights(module), rollout, bucket_megabytes=1, check=True):
     rows = rollout.generate(make_prompts([[5, 6], [7]]), config.sampling(eos_token_ids=()))
 if rank == 0:
     assert len(contract.Engine.made) == 1 and contract.Engine.made[0]["tp_size"] == 2

@@ -90,8 +90,10 @@ def test_export_refuses_weights_of_another_model_and_leaves_the_old_folder(tmp_p
     before = (tmp_path / "out" / "model.safetensors").read_bytes()
     weights = dict(engine.weight_source().weights())
     weights["stranger"] = weights.pop("model.norm.weight")
+    source = Weights(weights)
     with pytest.raises(ValueError, match=r"model\.norm\.weight.*stranger"):
-        export_hf(Weights(weights), model, tmp_path / "out", head="lm", writes=True)
+        export_hf(source, model, tmp_path / "out", head="lm", writes=True)
+    assert source.streamed == len(weights), "other ranks wait in the collective calls of each weight"
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == before
 
 

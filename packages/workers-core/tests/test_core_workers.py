@@ -278,7 +278,14 @@ def test_actor_refuses_a_tensor_parallel_size_that_does_not_divide(lm_path):
         worker_of(config, "actor_rollout")
 
 
-def test_actor_checkpoint_continues_with_the_same_weights(lm_path, tmp_path):
+def test_actor_checkpoint_continues_with_the_same_weights(tmp_path):
+    """Its tokenizer has several chat templates, which transformers saves in a folder of their own."""
+    from transformers import AutoTokenizer
+
+    lm_path = tiny_causal_lm(tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(lm_path)
+    tokenizer.chat_template = {"default": "plain", "tool_use": "with tools"}
+    tokenizer.save_pretrained(lm_path)
     config = policy(lm_path)
     first = worker_of(config, "actor_rollout")
     batch = first.generate_sequences(prompts())
@@ -292,6 +299,10 @@ def test_actor_checkpoint_continues_with_the_same_weights(lm_path, tmp_path):
     assert torch.equal(
         first.compute_log_prob(batch).batch["old_log_probs"], second.compute_log_prob(batch).batch["old_log_probs"]
     )
+    first.export_hf(str(tmp_path / "exported"))
+    for folder in (tmp_path / "actor" / "model", tmp_path / "exported"):
+        assert AutoTokenizer.from_pretrained(folder).chat_template == tokenizer.chat_template
+        assert (folder / "additional_chat_templates").stat().st_mode & 0o100, "a folder that can be entered"
 
 
 def test_workers_report_their_mfu_where_the_peak_is_known(lm_path, make_rows, monkeypatch):

@@ -58,6 +58,16 @@ def test_load_of_another_model_names_the_first_difference(workspace, tmp_path):
         start(fsdp(), workspace / "tied").engine.load(tmp_path)
 
 
+def test_load_with_an_adapter_more_or_less_names_the_key(workspace, tmp_path):
+    plain, adapted = start(fsdp(), workspace / "lm"), start(fsdp(), workspace / "lm", lora_rank=4)
+    plain.engine.save(tmp_path / "plain")
+    adapted.engine.save(tmp_path / "adapted")
+    with pytest.raises(CheckpointError, match=r"it trains an adapter and the run does not; set model\.lora_rank"):
+        plain.engine.load(tmp_path / "adapted")
+    with pytest.raises(CheckpointError, match=r"the run trains an adapter and it does not; set model\.lora_rank"):
+        adapted.engine.load(tmp_path / "plain")
+
+
 def test_load_into_offloaded_engine_equals_load_on_device(workspace, tmp_path):
     first = start(fsdp(), workspace / "lm")
     first.train(make_rows(2, seed=1))

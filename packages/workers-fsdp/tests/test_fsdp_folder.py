@@ -7,6 +7,7 @@ from transformers import AutoModelForCausalLM
 
 from ostinato.workers.core.config import ModelConfig
 from ostinato.workers.fsdp import FsdpEngine, build
+from ostinato.workers.fsdp.folder import open_folder
 
 group = pytest.mark.usefixtures("process_group")
 
@@ -52,3 +53,12 @@ def test_folder_in_half_precision_gives_full_masters(workspace, tmp_path):
     state = _state(tmp_path)
     assert {tensor.dtype for tensor in state.values()} == {torch.float32}
     assert all(torch.equal(state[name], tensor.float()) for name, tensor in expected.items())
+
+
+def test_folder_with_buffers_of_its_own_is_not_read_by_tensor(workspace):
+    """What a folder holds for a buffer (a router's correction) is no number that the module itself can make."""
+    model = ModelConfig(path=str(workspace / "lm"))
+    module = build.make_meta_module(model, build.read_config(model, "lm"), "lm", torch.float32)
+    assert open_folder(model.path, module) is not None
+    module.model.rotary_emb.register_buffer("correction", torch.zeros(1, device="meta"))
+    assert open_folder(model.path, module) is None

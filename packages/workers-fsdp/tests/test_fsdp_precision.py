@@ -68,6 +68,12 @@ def test_float16_overflow_skips_the_step_and_halves_the_scale(workspace, tmp_pat
     resumed = start(fsdp(dtype="fp16"), workspace / "lm")
     resumed.engine.load(tmp_path)
     assert resumed.engine._loss_scale == LossScale(FIRST_EXPONENT - 1, 1)
+    exact = start(fsdp(), workspace / "lm")
+    exact.engine.load(tmp_path)
+    exact.engine.save(tmp_path / "exact")
+    resumed.engine.load(tmp_path / "exact")
+    assert resumed.engine._loss_scale == LossScale(FIRST_EXPONENT - 1, 1), "a checkpoint without a scale leaves it"
+    assert resumed.engine.skipped_steps == 1
 
 
 @group

@@ -420,7 +420,9 @@ class SglangRollout:
         self._ranks.call(self._begin_load)
         self._hand_over([(checksum_line(specs), sums)])
         self._ranks.call(self._end_load)
-        return dict(zip(specs, sums.tolist(), strict=True))
+        # On a CPU the first rank's memory serves all schedulers.
+        told = self._ranks.call(sums.tolist) if self._device.type == "cpu" else sums.tolist()
+        return dict(zip(specs, told, strict=True))
 
     # --- generation ---
 

@@ -106,9 +106,10 @@ class RoleCheckpoint:
                 "model": model,
             }
             (path / ROLE_FILE).write_text(json.dumps(entries, default=list))
-            for file in (*(path / MODEL_FOLDER).iterdir(), path / ROLE_FILE):
-                with file.open("rb") as handle:
-                    os.fsync(handle.fileno())
+            for file in (*(path / MODEL_FOLDER).rglob("*"), path / ROLE_FILE):
+                if file.is_file():  # a tokenizer with several chat templates keeps them in a folder
+                    with file.open("rb") as handle:
+                        os.fsync(handle.fileno())
 
     def saved(self, wait: bool) -> bool:
         """Whether the last `save` is whole.

@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -55,27 +55,34 @@ def export_hf(
         ValueError: the source lacks weights that the model has, or has others.
         OSError: the folder cannot be written.
     """
+    weights = source.weights()
     if not writes:
-        for _ in source.weights():
-            pass
+        _drain(weights)
         return
     partial = path.with_name(f".{path.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:
         partial.mkdir(parents=True)
         write_model_files(model, partial, head)
-        _write(source, model, partial, head, dtype, shard_bytes, progress)
+        _write(source.specs(), weights, model, partial, head, dtype, shard_bytes, progress)
         share(partial)
         replaced = path.with_name(f".{path.name}.replaced")
         shutil.rmtree(replaced, ignore_errors=True)  # a run that died right here left it behind
         if path.exists():
             os.replace(path, replaced)
         os.replace(partial, path)
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
+        if isinstance(error, Exception):
+            _drain(weights)  # the other ranks are in the same collective calls, and would wait for this one
         raise
     shutil.rmtree(replaced, ignore_errors=True)
     logger.info("weights exported to %s", path)
+
+
+def _drain(weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+    for _ in weights:
+        pass
 
 
 def write_model_files(model: ModelConfig, folder: Path, head: str) -> None:
@@ -118,12 +125,14 @@ def share(folder: Path) -> None:
     """Give a folder's files the rights of any new file; safetensors writes them for the owner alone."""
     umask = os.umask(0)
     os.umask(umask)
-    for file in folder.iterdir():
-        file.chmod(0o666 & ~umask)
+    for file in folder.rglob("*"):
+        if file.is_file():
+            file.chmod(0o666 & ~umask)
 
 
 def _write(
-    source: WeightSource,
+    specs: Mapping[str, TensorSpec],
+    weights: Iterator[tuple[str, torch.Tensor]],
     model: ModelConfig,
     folder: Path,
     head: str,
@@ -134,7 +143,6 @@ def _write(
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    specs = source.specs()
     config, shell = _shell(model, head, "score.bias" in specs)
     dtype = dtype or config.dtype or next(iter(specs.values())).dtype
     assert dtype is not None, "an empty source"
@@ -146,7 +154,7 @@ def _write(
     file_of = {name: number for number, shard in enumerate(shards) for name in shard}
     held: list[dict[str, torch.Tensor]] = [{} for _ in shards]
     written = 0
-    for name, weight in source.weights():
+    for name, weight in weights:
         if name not in file_of:
             continue
         number = file_of[name]

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_state_dic
 from torch.distributed.tensor import DTensor
 
 from ostinato.workers.fsdp.errors import CheckpointError
+from ostinato.workers.fsdp.lora import is_adapter
 from ostinato.workers.fsdp.offload import HostCopies
 from ostinato.workers.fsdp.quantized import fill, in_full, is_quantized, new_moment, scale_of
 
@@ -118,6 +119,7 @@ class BackgroundWriter:
 
     def __init__(self, device: torch.device) -> None:
         self._group = dist.new_group(backend="gloo", timeout=WRITE_TIMEOUT)
+        self._device = device
         self._on_gpu = device.type == "cuda"
         self._copies = HostCopies(pinned=self._on_gpu)
         self._last: WriteUnderWay | None = None
@@ -134,9 +136,14 @@ class BackgroundWriter:
         copied = self._copied(state)
         if self._on_gpu:
             torch.cuda.current_stream().synchronize()
-        group = cast(dist.ProcessGroup, self._group)
-        self._last = WriteUnderWay(lambda: save(path, copied, group))
+        self._last = WriteUnderWay(lambda: self._write(path, copied))
         return self._last
+
+    def _write(self, path: Path, copied: dict[str, Any]) -> None:
+        if self._on_gpu:
+            # A new thread begins on the first device, where torch would start a context for its streams.
+            torch.cuda.set_device(self._device)
+        save(path, copied, cast(dist.ProcessGroup, self._group))
 
     def _copied(self, state: dict[str, Any], prefix: str = "") -> dict[str, Any]:
         return {
@@ -201,7 +208,7 @@ def load(
         path: The folder.
         module: The sharded model, resharded.
         optimizer: Gets the saved state, or none where none was saved.
-        counters: The names to read; values are ignored.
+        counters: The names to read; one that was not saved keeps its value.
         device: Where the model trains.
 
     Returns:
@@ -215,7 +222,8 @@ def load(
     check_model(path, module, metadata)
     state: dict[str, Any] = {
         "model": _model_state(module),
-        "counters": {name: torch.tensor(0) for name in counters},
+        # A run in another type than the checkpoint's has a loss scale and the checkpoint has none, or the other way.
+        "counters": {name: torch.tensor(0) for name in counters if f"counters.{name}" in saved},
     }
     quantized: dict[str, torch.Tensor] = {}
     scales: dict[str, torch.Tensor] = {}
@@ -236,7 +244,7 @@ def load(
         fill(moment, state["optimizer"][parameter][kind], scales.get(name))
     for kind, value in state["random"][mine].items():
         torch.set_rng_state(value) if kind == "cpu" else torch.cuda.set_rng_state(value, device)
-    return {name: int(value) for name, value in state["counters"].items()}
+    return counters | {name: int(value) for name, value in state["counters"].items()}
 
 
 def _scales_to_read(metadata: Metadata, quantized: Mapping[str, torch.Tensor], layout: str) -> dict[str, torch.Tensor]:
@@ -292,6 +300,11 @@ def check_model(path: Path, module: nn.Module, metadata: Metadata) -> None:
     if saved != mine:
         differences = sorted(name for name in saved.keys() | mine.keys() if saved.get(name) != mine.get(name))
         first = differences[0]
+        if any(map(is_adapter, saved)) != any(map(is_adapter, mine)):
+            raise CheckpointError(
+                f"checkpoint {path}: {'it' if any(map(is_adapter, saved)) else 'the run'} trains an adapter and "
+                f"{'the run' if any(map(is_adapter, saved)) else 'it'} does not; set model.lora_rank as it was."
+            )
         raise CheckpointError(
             f"checkpoint {path}: {len(differences)} weights differ from the model; the first is {first}: the model has "
             f"{mine.get(first, 'no such weight')}, the checkpoint {saved.get(first, 'no such weight')}. "

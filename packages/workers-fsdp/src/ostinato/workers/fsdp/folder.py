@@ -56,7 +56,7 @@ def open_folder(path: str, module: nn.Module, made: Read | None = None) -> Read 
             if not is_adapter(name)
         }
         buffers = _buffers(module)
-    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
         logger.info("%s is loaded whole: %s", path, error)
         return None
     shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
@@ -109,10 +109,14 @@ def _buffers(module: nn.Module) -> dict[str, torch.Tensor]:
 
     Raises:
         TypeError: a module cannot be made from the model's config alone.
+        AttributeError: a module does not keep that config.
+        ValueError: a buffer is one that the folder holds (a router's correction).
     """
     values: dict[str, torch.Tensor] = {}
     made: dict[int, nn.Module] = {}
     for owner, attribute, name in loose_tensors(module):
+        if attribute in owner._buffers and attribute not in owner._non_persistent_buffers_set:
+            raise ValueError(f"{name} is a buffer with a value of its own")
         if id(owner) not in made:
             if "config" not in inspect.signature(type(owner).__init__).parameters:
                 raise TypeError(f"{type(owner).__name__} is not made from a config")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import tempfile
@@ -119,8 +120,11 @@ def _child() -> None:
     import torch
     import torch.distributed as dist
     from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage]
+    from torch.multiprocessing import _prctl_pr_set_pdeathsig  # pyright: ignore[reportAttributeAccessIssue]
 
     name, rank, world_size, device_type, deadline = sys.argv[1:]
+    # A test run that is killed takes its ranks along; they would wait for one another until the deadline.
+    _prctl_pr_set_pdeathsig(signal.SIGKILL)
     folder = Path(name)
     if device_type == "cuda":
         torch.cuda.set_device(int(rank))
