@@ -10,7 +10,7 @@ import pytest
 from ostinato.ppo.checkpoint import MARKER
 from ostinato.ppo.cli import main
 from ostinato.ppo.errors import CheckpointError
-from ostinato.ppo.export import export, find_role
+from ostinato.ppo.export import _Progress, export, find_role
 
 
 @pytest.fixture
@@ -84,3 +84,9 @@ def test_export_command_tells_how_it_is_used_and_what_is_wrong(run, tmp_path, ca
     assert "cut off" in error
     assert main(["--help"]) == 0
     assert "ostinato-ppo export CHECKPOINT --to DIR" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("size", "text"), [(306_432, "153 of 306 kB"), (538_000_000, "269 of 538 MB")])
+def test_export_progress_of_small_and_large_models(size, text, capsys):
+    _Progress()(size // 2, size)
+    assert capsys.readouterr().err == f"{text} written\n"

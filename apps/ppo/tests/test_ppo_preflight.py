@@ -727,6 +727,7 @@ def test_ppo_preflight_memory_plan_of_an_adapter(make):
     plans = {plan.role: plan for plan in memory_plan(checked)}
     assert plans["actor"].total == pytest.approx(checked.models["actor"].num_parameters * 4)
     assert "reference" not in plans
+    assert "parameters, adapters of rank 8, " in plan_text(checked)
 
 
 def test_ppo_preflight_plan_without_a_known_size(make, tmp_path):

@@ -44,8 +44,8 @@ Five keys to begin with (each other key has a default):
   trainer.n_gpus_per_node=N             GPUs to use; without GPUs, processes
 
 Three commands:
-  # 1. make the GSM8K data
-  python -m ostinato.ppo.prepare.gsm8k --local_dir ~/data/gsm8k
+  # 1. make the GSM8K data; without --local_dataset_path the package `datasets` fetches it
+  python -m ostinato.ppo.prepare.gsm8k --local_dir ~/data/gsm8k --local_dataset_path FOLDER_OF_TRAIN_AND_TEST_JSONL
   # 2. check a run and see its plan, without starting anything
   ostinato-ppo algorithm.adv_estimator=grpo data.train_files=$HOME/data/gsm8k/train.parquet \\
     actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B-Instruct actor_rollout_ref.rollout.n=8 trainer.dry_run=True

@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 
 PROGRAM = "ostinato-ppo export"
 
-READERS = {"fsdp": "ostinato.workers.fsdp.saved:SavedWeights"}
+READERS = {
+    "fsdp": "ostinato.workers.fsdp.saved:SavedWeights",
+    "megatron": "ostinato.workers.megatron.saved:SavedWeights",
+}
 """Strategy -> what reads its checkpoints: a WeightSource of the role's folder, its model and its head."""
 
 DTYPES = {"auto": None, "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -169,7 +172,8 @@ class _Progress:
         on_terminal = sys.stderr.isatty()
         end = "\n" if written == total or not on_terminal else ""
         start = "\r" if on_terminal else ""
-        sys.stderr.write(f"{start}{written / 1e6:,.0f} of {total / 1e6:,.0f} MB written{end}")
+        unit, name = (1e6, "MB") if total >= 1e7 else (1e3, "kB")
+        sys.stderr.write(f"{start}{written / unit:,.0f} of {total / unit:,.0f} {name} written{end}")
         sys.stderr.flush()
 
 

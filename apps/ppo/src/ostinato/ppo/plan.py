@@ -175,7 +175,9 @@ def _what(checked: Checked) -> Iterator[tuple[str, str]]:
     config, policy = checked.config, checked.models["actor"]
     estimator = config.algorithm.adv_estimator
     yield "run", f"{estimator}, {config.actor_rollout_ref.actor.policy_loss.loss_mode} policy loss"
-    yield "policy", f"{policy.architecture}, {_count(policy.num_parameters)} parameters, {policy.folder}"
+    rank = config.actor_rollout_ref.model.lora_rank
+    size = f"{_count(policy.num_parameters)} parameters" + (f", adapters of rank {rank}" if rank else "")
+    yield "policy", f"{policy.architecture}, {size}, {policy.folder}"
     if checked.needs_critic:
         critic = checked.models["critic"]
         yield "critic", f"{critic.architecture}, {_count(critic.num_parameters)} parameters, {critic.folder}"
