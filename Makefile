@@ -47,7 +47,7 @@ isolated:
 figures:
 	@$(BIN)/python tools/figures.py
 
-suites-alone: setup  ## protocol and controller, each installed alone, run their own tests
+suites-alone: setup  ## protocol, algos and controller, each installed alone, run their own tests
 	@$(BIN)/python tools/suites_alone.py
 
 bench-fsdp: setup  ## an update and log-probabilities against a plain loop, padded and packed (on a CPU: a small model)
