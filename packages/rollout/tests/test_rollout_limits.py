@@ -9,6 +9,7 @@ from ostinato.rollout.errors import ConfigError
 from ostinato.rollout.limits import (
     cache_bytes_per_token,
     check_device,
+    check_head_size,
     check_memory,
     check_model,
     check_parallel,
@@ -110,3 +111,13 @@ def test_limits_device_of_eight_billion_parameters():
         check_device(config(gpu_memory_utilization=0.1, **keys), LLAMA, **device)
     spread = config(gpu_memory_utilization=0.13, tensor_model_parallel_size=2, **keys)
     assert check_device(spread, LLAMA, **device) == int(0.13 * 80 * GIB) - GIB
+
+
+def test_limits_refuse_heads_that_the_kernels_lack():
+    """LLAMA's are of 128 by its widths; a stated `head_dim` counts first; compressed keys and values are let pass."""
+    check_head_size(LLAMA, [64, 128])
+    check_head_size({**LLAMA, "kv_lora_rank": 512}, [64])
+    check_head_size({**LLAMA, "head_dim": 64}, [64])
+    with pytest.raises(ConfigError, match=r"heads have 32, 64 channels.*got 128\. hf works") as caught:
+        check_head_size(LLAMA, [64, 32])
+    assert caught.value.key == "actor_rollout_ref.rollout.name"

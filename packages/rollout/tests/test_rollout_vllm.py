@@ -18,7 +18,7 @@ import torch
 from ostinato.rollout import Rollout, RolloutConfig, build_rollout, check_installed
 from ostinato.rollout.errors import ConfigError, WeightMismatchError
 from ostinato.rollout.reshard import reshard
-from ostinato.rollout.testing import ModuleWeights, Setting, make_prompts, run_conformance
+from ostinato.rollout.testing import ModuleWeights, Setting, make_prompts, run_conformance, save_tiny_model
 from ostinato.rollout.testing.conformance import (
     MODEL_CHECKS,
     PROTOCOL_CHECKS,
@@ -209,6 +209,14 @@ def test_vllm_bad_input_is_refused_before_anything_is_built(changes, key, settin
     with pytest.raises(ConfigError) as caught:
         build_rollout(setting.config(**changes), model_path=path)
     assert caught.value.key == f"actor_rollout_ref.rollout.{key}"
+
+
+@pytest.mark.skipif(GPU, reason="a GPU's kernels take them")
+def test_vllm_on_a_cpu_refuses_heads_of_16_before_it_is_built(setting: Setting, tmp_path: Path):
+    """vLLM itself builds the engine and fails at the first prompt."""
+    save_tiny_model(tmp_path, num_attention_heads=8, num_key_value_heads=4, head_dim=16)
+    with pytest.raises(ConfigError, match=r"heads have 32, .*got 16\. hf works"):
+        build_rollout(setting.config(), model_path=tmp_path)
 
 
 @pytest.mark.gpu

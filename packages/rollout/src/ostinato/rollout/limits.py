@@ -7,7 +7,7 @@ a mapping), a device by its sizes, so that all of it can be asked before a worke
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ostinato.rollout.config import PREFIX
@@ -56,9 +56,31 @@ def cache_bytes_per_token(config: RolloutConfig, text_config: Any) -> int:
     """What keys and values of one token take on one rank."""
     heads = int(_entry(text_config, "num_attention_heads"))
     kv_heads = int(_entry(text_config, "num_key_value_heads") or heads)
-    head_dim = int(_entry(text_config, "head_dim") or _entry(text_config, "hidden_size") // heads)
+    head_dim = _head_size(text_config)
     local = max(1, kv_heads // config.tensor_model_parallel_size)
     return 2 * int(_entry(text_config, "num_hidden_layers")) * local * head_dim * config.torch_dtype.itemsize
+
+
+def _head_size(text_config: Any) -> int:
+    stated = _entry(text_config, "head_dim")
+    return int(stated or _entry(text_config, "hidden_size") // _entry(text_config, "num_attention_heads"))
+
+
+def check_head_size(text_config: Any, sizes: Collection[int]) -> None:
+    """Refuse a model with attention heads of a size that the engine's kernels lack.
+
+    Args:
+        text_config: the language model's configuration, an object or a mapping. A model that compresses its keys and
+            values (`kv_lora_rank`) has other sizes in the kernel and is let pass.
+        sizes: channels a head that the kernels know.
+
+    Raises:
+        ConfigError: with the sizes that work.
+    """
+    size = _head_size(text_config)
+    if _entry(text_config, "kv_lora_rank") is None and size not in sizes:
+        expected = f"a model whose heads have {', '.join(map(str, sorted(sizes)))} channels on this device"
+        _refuse("name", expected, size, "hf works.")
 
 
 def check_memory(config: RolloutConfig, *, weights: int, cache: int, free: int, total: int) -> None:

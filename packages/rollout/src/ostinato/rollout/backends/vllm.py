@@ -37,7 +37,7 @@ from ostinato.rollout.config import PREFIX
 from ostinato.rollout.copy_plan import CopyPlan, merged
 from ostinato.rollout.errors import ConfigError, EngineStateError, GenerationError, WeightMismatchError
 from ostinato.rollout.lifecycle import Lifecycle
-from ostinato.rollout.limits import cache_bytes_per_token, check_device, check_model
+from ostinato.rollout.limits import cache_bytes_per_token, check_device, check_head_size, check_model
 from ostinato.rollout.live_weights import model_specs
 from ostinato.rollout.model_config import ATTENTION, read_model_config
 from ostinato.rollout.seeding import engine_seed, row_seeds
@@ -169,6 +169,11 @@ class VllmRollout:
         with build_environment(self._device, model_config):
             import vllm
 
+            if self._device.type == "cpu":
+                from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+                sizes = CPUAttentionBackend.get_supported_head_sizes()
+                check_head_size(model_config.get_text_config(decoder=True), sizes)
             self._engine: Any = vllm.LLM(**options)
         keep_process_groups(self._engine.llm_engine)
         [worker] = self._engine.collective_rpc(_itself)
