@@ -322,6 +322,11 @@ def test_terminal_gets_a_bar_with_the_numbers_that_matter():
     assert "\x1b[?25h" in text  # the cursor is back
 
 
+def test_kl_to_the_sampling_policy_is_not_shown_as_the_kl_to_a_reference():
+    assert shown_values({"actor/ppo_kl": -2e-06}) == {"ppo_kl": "-2e-06"}
+    assert shown_values({"actor/ppo_kl": -2e-06, "actor/reward_kl_penalty": 0.1}) == {"kl": "0.1"}
+
+
 def test_reward_errors_show_only_where_there_are_some():
     assert "reward_errors" not in shown_values(METRICS)
     assert shown_values(METRICS | {"reward/errors": 2.0})["reward_errors"] == "2"

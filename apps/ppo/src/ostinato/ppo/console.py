@@ -18,7 +18,8 @@ Event = Mapping[str, Any]
 
 SHOWN: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("reward", ("critic/score/mean",), ".4g"),
-    ("kl", ("actor/kl_loss", "actor/reward_kl_penalty", "actor/ppo_kl"), ".3g"),
+    ("kl", ("actor/kl_loss", "actor/reward_kl_penalty"), ".3g"),
+    ("ppo_kl", ("actor/ppo_kl",), ".3g"),
     ("entropy", ("actor/entropy",), ".3g"),
     ("pg_loss", ("actor/pg_loss",), ".3g"),
     ("vf_loss", ("critic/vf_loss",), ".3g"),
@@ -32,14 +33,19 @@ SHOWN: tuple[tuple[str, tuple[str, ...], str], ...] = (
 """Label, the metrics it may stand for (the first that is there), format. All metrics go to the other loggers."""
 
 _HIDE_ZERO = {"reward_errors", "cut"}
-_IN_BAR = ("reward", "kl", "length", "tokens/s")
+_IN_BAR = ("reward", "kl", "ppo_kl", "length", "tokens/s")
 
 
 def shown_values(metrics: Mapping[str, Any]) -> dict[str, str]:
-    """Return the values that a line shows, by label, as text."""
+    """Return the values that a line shows, by label, as text.
+
+    Without a reference there is no `kl`; `ppo_kl`, to the policy that sampled, stands in its place.
+    """
     values: dict[str, str] = {}
     for label, names, form in SHOWN:
         value = next((metrics[name] for name in names if name in metrics), None)
+        if label == "ppo_kl" and "kl" in values:
+            continue
         if not isinstance(value, int | float) or (label in _HIDE_ZERO and value == 0):
             continue
         values[label] = format(value, form) if math.isfinite(value) else str(value)
