@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from toy_runs import arguments, metrics_of, nested, toy_overrides
 
 from ostinato.protocol import DataProto
@@ -126,14 +127,19 @@ def test_megatron_export_is_read_by_transformers(on_cpu, models, tmp_path):
 
 @pytest.mark.e2e
 def test_megatron_runs_of_the_app(toy, tmp_path):
-    """GRPO, and PPO with both roles: `strategy` is the one change, and step 1 is the FSDP engine's to 1e-3."""
+    """GRPO, and PPO with both roles: `strategy` is the one change, and step 1 is the FSDP engine's to 1e-3.
+
+    An export of PPO's checkpoint is what the run exported.
+    """
+    from ostinato.ppo.cli import main
     from ostinato.ppo.config import PpoConfig
     from ostinato.ppo.preflight import check
     from ostinato.ppo.run import run
 
     base = {"trainer.backend": "local", "actor_rollout_ref.actor.use_kl_loss": True}
     trial = {"actor_rollout_ref.actor.strategy": "megatron", "actor_rollout_ref.model.external_lib": "cpu_trial"}
-    ppo = {"algorithm.adv_estimator": "gae", "critic.strategy": "megatron", "trainer.save_freq": 2}
+    ppo = {"algorithm.adv_estimator": "gae", "critic.strategy": "megatron"}
+    ppo |= {"trainer.save_freq": 2, "trainer.save_hf_model": True}
     runs = {"fsdp": {}, "grpo": trial, "ppo": trial | ppo}
     try:
         for name, more in runs.items():
@@ -147,7 +153,12 @@ def test_megatron_runs_of_the_app(toy, tmp_path):
         assert same[key] == pytest.approx(first[key], rel=1e-3)
     assert len(metrics_of(tmp_path / "ppo")) == 2
     assert metrics_of(tmp_path / "ppo")[1]["critic/vf_loss"] > 0
-    assert (tmp_path / "ppo" / "global_step_2").is_dir()
+    checkpoint = tmp_path / "ppo" / "global_step_2"
+    for role in ("actor", "critic"):
+        assert main(["export", str(checkpoint), "--role", role, "--to", str(tmp_path / role)]) == 0
+    exported = load_file(checkpoint / "huggingface" / "model.safetensors")
+    oracle.assert_same_weights(load_file(tmp_path / "actor" / "model.safetensors"), exported, rtol=0)
+    assert load_file(tmp_path / "critic" / "model.safetensors")["score.weight"].shape[0] == 1
 
 
 @pytest.mark.e2e

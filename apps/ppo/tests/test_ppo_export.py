@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,16 @@ def test_export_refuses_what_is_no_whole_checkpoint(run, where, role, text):
     (run / "empty").mkdir()
     with pytest.raises(CheckpointError, match=text):
         find_role(run / where, role)
+
+
+def test_export_without_the_engine_s_wheel_names_it(run, tmp_path, monkeypatch):
+    file = run / "global_step_6" / "actor" / "role.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"strategy": "megatron"}))
+    monkeypatch.setitem(sys.modules, "ostinato.workers.megatron", None)
+    monkeypatch.delitem(sys.modules, "ostinato.workers.megatron.saved", raising=False)
+    monkeypatch.setattr("ostinato.workers.core.factory.prepare_model", lambda *_: None)
+    with pytest.raises(CheckpointError, match="pip install 'ostinato-workers-megatron'"):
+        export(run, tmp_path / "out")
 
 
 def test_export_refuses_other_engines_newer_formats_and_a_target_that_is_there(run, tmp_path):

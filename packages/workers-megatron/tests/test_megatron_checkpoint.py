@@ -7,7 +7,9 @@ import pytest
 from ostinato.workers.core.config import ModelConfig
 from ostinato.workers.core.optim import OptimConfig
 from ostinato.workers.core.testing.oracle import Driver, assert_same_weights, make_rows, start
+from ostinato.workers.megatron import parallel
 from ostinato.workers.megatron.errors import CheckpointError
+from ostinato.workers.megatron.saved import SavedWeights
 from ostinato.workers.megatron.testing.runs import PLAIN, megatron
 
 pytestmark = pytest.mark.usefixtures("megatron_on_cpu")
@@ -20,14 +22,24 @@ def test_megatron_checkpoint_that_is_missing_cut_off_or_anothers_is_refused(mega
     driver.engine.save(tmp_path / "whole")
     with pytest.raises(CheckpointError, match="another model"):
         start(megatron(), megatron_workspace / "tied").engine.load(tmp_path / "whole")
+    model, tied = (ModelConfig(path=str(megatron_workspace / name)) for name in ("lm", "tied"))
+    with pytest.raises(CheckpointError, match=r"linear_qkv.bias\. It belongs to another model"):
+        SavedWeights(tmp_path / "whole", tied, "lm")
+    deeper = ModelConfig(path=model.path, override_config={"num_hidden_layers": 3})
+    with pytest.raises(CheckpointError, match=r"has shape \(2, .*another model"):
+        SavedWeights(tmp_path / "whole", deeper, "lm")
+    saved = SavedWeights(tmp_path / "whole", model, "lm")
     for file in (tmp_path / "whole").glob("*.distcp"):
         file.write_bytes(file.read_bytes()[:100])
     with pytest.raises(CheckpointError, match="whole cannot be read: ") as caught:
         driver.engine.load(tmp_path / "whole")
+    with pytest.raises(CheckpointError, match="whole cannot be read: "):
+        list(saved.weights())
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
     (tmp_path / "whole" / "metadata.json").unlink()
-    with pytest.raises(CheckpointError, match="cut off"):
-        driver.engine.load(tmp_path / "whole")
+    for read in (driver.engine.load, lambda path: SavedWeights(path, model, "lm")):
+        with pytest.raises(CheckpointError, match="cut off"):
+            read(tmp_path / "whole")
 
 
 def test_megatron_checkpoint_keeps_skipped_steps_and_the_runs_own_settings(megatron_workspace, tmp_path):
@@ -60,3 +72,16 @@ def test_megatron_frozen_model_reads_a_trained_ones_checkpoint(megatron_workspac
     frozen.build()
     frozen.load(tmp_path)
     assert_same_weights(Driver(frozen, "lm").state(), trained.state(), rtol=0)
+
+
+def test_megatron_saved_weights_of_a_critic_and_of_bf16_are_the_engines(megatron_workspace, tmp_path):
+    """In a process that has no Megatron layout; the types are those of the engine's own weights."""
+    for name, head, config in (("value", "value", {}), ("tied", "lm", {"dtype": "bf16"})):
+        driver = start(megatron(**config), megatron_workspace / name, head=head)
+        driver.train(make_rows(2, seed=1))
+        driver.engine.save(tmp_path / name)
+        expected, specs = driver.state(), driver.engine.weight_source().specs()
+        parallel.shutdown()
+        saved = SavedWeights(tmp_path / name, ModelConfig(path=str(megatron_workspace / name)), head)
+        assert list(saved.specs().items()) == list(specs.items())
+        assert_same_weights(dict(saved.weights()), expected, rtol=0)

@@ -162,7 +162,14 @@ def _source(folder: Path, saved: SavedRole) -> Any:
             "trainer.save_hf_model=True in the run instead"
         )
     module, name = READERS[saved.strategy].split(":")
-    return getattr(import_module(module), name)(folder, saved.model, saved.head)
+    try:
+        reader = getattr(import_module(module), name)
+    except ModuleNotFoundError as error:
+        raise CheckpointError(
+            f"{folder}: was written with strategy {saved.strategy!r}, whose wheel is not installed ({error}); "
+            f"pip install 'ostinato-workers-{saved.strategy}'"
+        ) from error
+    return reader(folder, saved.model, saved.head)
 
 
 class _Progress:

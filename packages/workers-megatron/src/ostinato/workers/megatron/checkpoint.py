@@ -16,6 +16,7 @@ from ostinato.workers.megatron.build import Built
 from ostinato.workers.megatron.errors import CheckpointError
 from ostinato.workers.megatron.optim import inner, parts
 from ostinato.workers.megatron.parallel import import_megatron
+from ostinato.workers.megatron.saved import METADATA, require_whole
 
 FORMAT = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 """Optimizer state by parameter, so that it can be read with other parallel sizes."""
@@ -47,7 +48,7 @@ def save(path: Path, built: Built, optimizer: Any | None, counters: Mapping[str,
     state["random"] = _random_state(device)
     if dist.get_rank() == 0:
         path.mkdir(parents=True, exist_ok=True)
-        (path / "metadata.json").unlink(missing_ok=True)
+        (path / METADATA).unlink(missing_ok=True)
     dist.barrier()
     with _named(f"checkpoint {path} cannot be written"):
         checkpointing.save(state, str(path), content_metadata=dict(FORMAT))
@@ -67,11 +68,7 @@ def load(
     Raises:
         CheckpointError: The folder holds no whole checkpoint, or one of another model, or cannot be read.
     """
-    if not (path / "metadata.json").is_file():
-        raise CheckpointError(
-            f"checkpoint {path}: expected a folder with a `metadata.json` file, which is written last; found none. The "
-            "checkpoint is missing or was cut off while it was written; resume from an earlier one."
-        )
+    require_whole(path)
     checkpointing, metadata = import_megatron("dist_checkpointing"), _metadata()
     with _named(f"checkpoint {path} cannot be read"):
         saved = checkpointing.load_tensors_metadata(str(path))

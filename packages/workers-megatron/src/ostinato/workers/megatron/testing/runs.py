@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ostinato.protocol import DataProto
 from ostinato.rollout import RolloutConfig, SamplingParams
-from ostinato.rollout.backends.hf import HfRollout
+from ostinato.rollout.base import Rollout
 from ostinato.rollout.reshard import reshard
+from ostinato.workers.core.config import ModelConfig
 from ostinato.workers.core.engine import TokenOutputs
 from ostinato.workers.core.microbatch import PackedRows
 from ostinato.workers.core.testing import conformance
@@ -31,6 +33,7 @@ from ostinato.workers.core.testing.oracle import (
 from ostinato.workers.megatron import parallel
 from ostinato.workers.megatron.config import MegatronConfig
 from ostinato.workers.megatron.engine import MegatronEngine
+from ostinato.workers.megatron.saved import SavedWeights
 from ostinato.workers.megatron.testing.models import tiny_mixture, tiny_qwen3
 
 FEW = (conformance.check_parity, conformance.check_empty_micro_batches, conformance.check_weight_source)
@@ -68,10 +71,13 @@ def prepare(workspace: Path) -> None:
 def check_family(make_engine: MakeEngine, folder: Path) -> None:
     """Log-probabilities, loss, gradient norm and weights of a family equal one plain Hugging Face model's.
 
-    Its names and weights are the folder's at first, and a rollout engine holds them before the steps and after.
+    Its names and weights are the folder's at first, and a rollout engine holds them before the steps and after. A
+    checkpoint gives them as the engine does.
     """
     from safetensors.torch import load_file
     from transformers.core_model_loading import revert_weight_conversion
+
+    from ostinato.rollout.backends.hf import HfRollout
 
     driver = start(make_engine, folder)
     assert_same_weights(driver.state(), load_file(folder / "model.safetensors"), rtol=0)
@@ -91,11 +97,16 @@ def check_family(make_engine: MakeEngine, folder: Path) -> None:
         assert_near("gradient norm", stats.grad_norm, oracle.step().grad_norm, rtol=1e-5)
     # transformers keeps all experts of a layer in one tensor; the folder has them one by one.
     module: Any = oracle.module
-    assert_same_weights(driver.state(), revert_weight_conversion(module, oracle.state()), rtol=1e-5)
+    state = driver.state()
+    assert_same_weights(state, revert_weight_conversion(module, oracle.state()), rtol=1e-5)
     check_reshard(driver, rollout)
+    path = folder.parent / "checkpoints" / folder.name
+    driver.engine.save(path)
+    dist.barrier()
+    assert_same_weights(dict(SavedWeights(path, ModelConfig(path=str(folder)), "lm").weights()), state, rtol=0)
 
 
-def check_reshard(driver: Driver, rollout: HfRollout) -> None:
+def check_reshard(driver: Driver, rollout: Rollout) -> None:
     """`reshard` hands every weight on bit by bit; the rollout's log-probabilities of its tokens are training's."""
     ids = torch.arange(8).reshape(2, 4) + 5
     prompts = DataProto.from_dict(
