@@ -305,6 +305,12 @@ def test_plain_stream_gets_lines():
     ]
 
 
+def test_one_step_is_one():
+    stream = io.StringIO()
+    ConsoleView(stream)({"kind": "start", "run": "p/e", "total_steps": 1})
+    assert stream.getvalue() == "p/e: 1 step\n"
+
+
 def test_long_lines_are_not_broken():
     stream = io.StringIO()
     ConsoleView(stream)({"kind": "note", "text": "x" * 500})

@@ -88,7 +88,8 @@ class ConsoleView:
         """Show one event."""
         kind = event.get("kind")
         if kind == "start":
-            self._line(f"{event.get('run', 'run')}: {event.get('total_steps') or 'all'} steps")
+            total = event.get("total_steps")
+            self._line(f"{event.get('run', 'run')}: {total or 'all'} step{'' if total == 1 else 's'}")
             self._advance(0, event.get("total_steps"), {})
         elif kind == "step":
             self._line(step_line(event))

@@ -103,7 +103,8 @@ def train(config: PpoConfig, *, emit: Callable[[Event], None]) -> None:
         Trainer(config, groups, reward, schedule, validation, tracker, checkpoints, observe).fit()
         if "jsonl" in trainer.logger:
             tracker.note(f"reward curve: {curve.draw(checkpoints.folder)}")
-        tracker.note(f"done, {schedule.total_steps} steps; what the run leaves behind is in {checkpoints.folder}")
+        steps = f"{schedule.total_steps} step" + ("" if schedule.total_steps == 1 else "s")
+        tracker.note(f"done, {steps}; what the run leaves behind is in {checkpoints.folder}")
 
 
 def with_device(config: PpoConfig) -> PpoConfig:
