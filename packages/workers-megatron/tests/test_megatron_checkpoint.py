@@ -8,7 +8,7 @@ from ostinato.workers.core.config import ModelConfig
 from ostinato.workers.core.optim import OptimConfig
 from ostinato.workers.core.testing.oracle import Driver, assert_same_weights, make_rows, start
 from ostinato.workers.megatron import parallel
-from ostinato.workers.megatron.errors import CheckpointError
+from ostinato.workers.megatron.errors import CheckpointError, MegatronConfigError
 from ostinato.workers.megatron.saved import SavedWeights
 from ostinato.workers.megatron.testing.runs import PLAIN, megatron
 
@@ -19,6 +19,9 @@ def test_megatron_checkpoint_that_is_missing_cut_off_or_anothers_is_refused(mega
     driver = start(megatron(), megatron_workspace / "lm")
     with pytest.raises(CheckpointError, match="cut off"):
         driver.engine.load(tmp_path / "nothing")
+    with pytest.raises(MegatronConfigError, match=r"checkpoint\.async_save: True"):
+        driver.engine.save(tmp_path / "whole", background=True)
+    assert not (tmp_path / "whole").exists()
     driver.engine.save(tmp_path / "whole")
     with pytest.raises(CheckpointError, match="another model"):
         start(megatron(), megatron_workspace / "tied").engine.load(tmp_path / "whole")

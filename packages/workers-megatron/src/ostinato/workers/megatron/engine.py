@@ -248,14 +248,19 @@ class MegatronEngine:
 
         Args:
             path: The folder.
-            background: Makes no difference: this engine writes at once.
+            background: Must be False: this engine writes at once.
 
         Raises:
+            MegatronConfigError: It was asked to write in the background.
             CheckpointError: It cannot be written, on whichever rank.
         """
         from ostinato.workers.megatron import checkpoint
 
         built = self._built_or_raise("save")
+        if background:
+            raise MegatronConfigError(
+                "checkpoint.async_save: True, but the Megatron engine writes its checkpoints at once; set it to False"
+            )
         with self._all_here():
             checkpoint.save(Path(path), built, self._optimizer, self._counters, self._device)
 
