@@ -440,7 +440,7 @@ def test_ppo_cli_config_files_that_cannot_be_read_are_named(tmp_path, capsys):
     assert "nothing" in capsys.readouterr().err
 
 
-def test_ppo_cli_external_lib_registers_before_names_are_checked(base, tmp_path, monkeypatch):
+def test_ppo_cli_external_lib_registers_before_names_are_checked(base, tmp_path, monkeypatch, capsys):
     (tmp_path / "ostinato_test_extension.py").write_text(
         "from ostinato.algos import register_adv_est\n"
         "@register_adv_est('of_my_own')\n"
@@ -451,6 +451,7 @@ def test_ppo_cli_external_lib_registers_before_names_are_checked(base, tmp_path,
     extension = "actor_rollout_ref.model.external_lib=ostinato_test_extension"
     assert main([*base, "algorithm.adv_estimator=of_my_own", extension]) == 0
     assert main([*base, "actor_rollout_ref.model.external_lib=no_such_module_of_mine"]) == 2
+    assert "PYTHONPATH" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

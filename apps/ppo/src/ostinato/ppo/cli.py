@@ -299,7 +299,8 @@ def _import_extensions(values: Mapping[str, Any]) -> Iterator[Problem]:
             try:
                 importlib.import_module(str(module))
             except Exception as error:  # a user's module may raise anything; all of it is a fault of this key
-                yield Problem(f"{section}.model.external_lib", f"{module!r} cannot be imported: {error!r}")
+                hint = ". Put its folder on PYTHONPATH" if isinstance(error, ModuleNotFoundError) else ""
+                yield Problem(f"{section}.model.external_lib", f"{module!r} cannot be imported: {error!r}{hint}")
 
 
 def yaml_text(config: PpoConfig) -> str:
