@@ -6,7 +6,9 @@
 
 Random weights and tokens; both engines train on the same rows with the same loss, micro-batches of the same rows and
 gradient checkpointing. They take turns and each one's fastest turn counts. On a CPU the time is that of the process and
-the weights are float32, on a GPU it is that of the clock and products are bf16. The ratio is what counts.
+the weights are float32, on a GPU it is that of the clock and products are bf16. The ratio is what counts. Where the
+device's peak is known (or OSTINATO_DEVICE_TFLOPS says it), MFU is the share of all ranks' peaks; recomputation does not
+count.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ import torch.distributed as dist
 from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage]
 
 from ostinato.protocol import DataProto
+from ostinato.rollout.model_config import read_model_config
 from ostinato.workers.core.config import ModelConfig
+from ostinato.workers.core.flops import model_flops, peak_flops
 from ostinato.workers.core.microbatch import pack
 from ostinato.workers.core.optim import OptimConfig
 from ostinato.workers.fsdp import FsdpConfig, FsdpEngine
@@ -161,7 +165,16 @@ def compare(arguments: argparse.Namespace, folder: Path) -> None:
     tokens = float(rows.batch["attention_mask"].sum())
     best = {name: min(taken) for name, taken in times.items()}
     if dist.get_rank() == 0:
-        report = {f"{name}_tokens_per_second": round(tokens / seconds) for name, seconds in best.items()}
+        report: dict[str, float] = {
+            f"{name}_tokens_per_second": round(tokens / seconds) for name, seconds in best.items()
+        }
+        peak = peak_flops(engines["megatron"].device)
+        if peak:
+            flops = model_flops(read_model_config(str(folder)), head="lm")
+            assert flops is not None, "Qwen2 is counted"
+            done = 3 * flops.forward(rows.batch["attention_mask"].sum(1), int(rows.batch["response_mask"].sum()))
+            rate = peak * dist.get_world_size()
+            report |= {f"{name}_mfu": round(done / seconds / rate, 3) for name, seconds in best.items()}
         ratio = round(best["fsdp"] / best["megatron"], 3)
         print(
             json.dumps(
