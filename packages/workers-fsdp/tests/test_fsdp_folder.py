@@ -60,5 +60,5 @@ def test_folder_with_buffers_of_its_own_is_not_read_by_tensor(workspace):
     model = ModelConfig(path=str(workspace / "lm"))
     module = build.make_meta_module(model, build.read_config(model, "lm"), "lm", torch.float32)
     assert open_folder(model.path, module) is not None
-    module.model.rotary_emb.register_buffer("correction", torch.zeros(1, device="meta"))
+    module.model.rotary_emb.register_buffer("inv_freq", torch.zeros(8, device="meta"))
     assert open_folder(model.path, module) is None

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ostinato.workers.core.testing.spawn import spawn
-from ostinato.workers.fsdp.testing import one_gpu, one_rank_saves, two_ranks, two_ranks_share
+from ostinato.workers.fsdp.testing import one_gpu, one_rank_saves, two_ranks
 
 
 @pytest.mark.gpu
@@ -18,4 +18,3 @@ def test_fsdp_one_gpu(workspace):
 def test_fsdp_two_gpus(workspace):
     spawn(one_rank_saves, 1, workspace, device_type="cuda")
     spawn(two_ranks, 2, workspace, "cuda", device_type="cuda")
-    spawn(two_ranks_share, 2, workspace, device_type="cuda")

@@ -12,8 +12,8 @@ from ostinato.protocol import DataProto
 from ostinato.rollout import RolloutConfig
 from ostinato.workers.core import ActorConfig, ActorRolloutRefConfig, ActorRolloutRefWorker
 from ostinato.workers.core.config import ModelConfig, OptimConfig
-from ostinato.workers.core.testing import conformance, tiny_causal_lm
-from ostinato.workers.core.testing.lora import ADAPTER, check_lora, with_model
+from ostinato.workers.core.testing import tiny_causal_lm
+from ostinato.workers.core.testing.lora import ADAPTER
 from ostinato.workers.core.testing.oracle import STILL, make_rows, start
 from ostinato.workers.fsdp import FsdpEngine
 from ostinato.workers.fsdp.errors import CheckpointError, FsdpConfigError
@@ -27,15 +27,6 @@ def _build(path, head="lm", **model):
     engine = FsdpEngine(head=head, model=ModelConfig(path=str(path), **model))
     engine.build()
     return engine
-
-
-def test_lora_one_rank(workspace):
-    check_lora(fsdp(), workspace)
-
-
-def test_lora_is_saved_like_any_model(workspace, tmp_path):
-    (tmp_path / "lm").symlink_to(workspace / "lm")
-    conformance.check_save_load(with_model(fsdp(), **ADAPTER), tmp_path)
 
 
 def test_lora_trains_the_adapter_alone(workspace):

@@ -135,8 +135,13 @@ def one_rank_saves(workspace: Path) -> None:
     conformance.save_for_other_world(fsdp(), workspace)
 
 
-def two_ranks(workspace: Path, device_type: str = "cpu") -> list[str]:
-    """Everything that two ranks are asked to do, a resume of what one rank saved included; names of what passed."""
+def two_ranks(workspace: Path, device_type: str = "cpu", large: Path | None = None) -> list[str]:
+    """Everything that two ranks are asked to do, a resume of what one rank saved included; names of what passed.
+
+    Where there is a folder `large`, loading it comes first, while no memory is free to be used again.
+    """
+    if large is not None:
+        check_peak_of_loading(large)
     check_shard_norms(torch.device(device_type), 2)
     passed = conformance.run_checks(fsdp(), workspace)
     few = (conformance.check_parity, conformance.check_empty_micro_batches, conformance.check_weight_source)
@@ -153,8 +158,11 @@ def two_ranks(workspace: Path, device_type: str = "cpu") -> list[str]:
     if device_type == "cuda":
         check_half_precision(workspace)
     check_background_save(fsdp(), workspace)
+    two_ranks_share(workspace)
+    check_lora(fsdp(), workspace)
     conformance.load_from_other_world(fsdp(fsdp_size=1), workspace)
     conformance.save_for_other_world(fsdp(), workspace)
+    conformance.save_for_other_world(with_model(fsdp(), **ADAPTER), workspace / "adapted")
     return passed
 
 
@@ -167,20 +175,12 @@ def four_ranks(workspace: Path, device_type: str = "cpu") -> list[str]:
     # More ranks than key/value heads share a micro-batch; then two pairs, of which each has its own.
     for size in (4, 2):
         shared = fsdp(ulysses_sequence_parallel_size=size, fsdp_size=2)
-        conformance.run_checks(shared, workspace, (conformance.check_log_probs, conformance.check_parity))
+        conformance.run_checks(shared, workspace, (conformance.check_parity,))
     return passed
 
 
-def two_ranks_of_features(workspace: Path, large: Path) -> dict[str, float]:
-    """What two ranks share: the work of loading the folder `large` (`peak_of_loading` of it), and the next two."""
-    loading = peak_of_loading(large)
-    two_ranks_share(workspace)
-    conformance.save_for_other_world(with_model(fsdp(), **ADAPTER), workspace / "adapted")
-    return loading
-
-
 def two_ranks_share(workspace: Path) -> None:
-    """The tokens of each micro-batch, and the shards of an adapter."""
+    """The tokens of each micro-batch, rows that do not divide by two and none at all included."""
     checks = (
         conformance.check_log_probs,
         conformance.check_boundaries,
@@ -188,15 +188,13 @@ def two_ranks_share(workspace: Path) -> None:
         conformance.check_parity,
         conformance.check_empty_micro_batches,
         conformance.check_rank_without_tokens,
-        conformance.check_weight_source,
         conformance.check_reduce,
     )
     conformance.run_checks(fsdp(ulysses_sequence_parallel_size=2), workspace, checks)
-    check_lora(fsdp(), workspace)
 
 
-def peak_of_loading(folder: Path) -> dict[str, float]:
-    """By how many bytes building an engine raises this rank's resident memory at its peak, and those of all weights."""
+def check_peak_of_loading(folder: Path) -> None:
+    """No rank holds the whole model while it loads, rank 0 neither, which reads: each needs half and little more."""
 
     def resident(entry: str) -> int:
         lines = Path("/proc/self/status").read_text().splitlines()
@@ -209,4 +207,4 @@ def peak_of_loading(folder: Path) -> dict[str, float]:
     engine.build()
     peak = resident("VmHWM") - before
     weights = sum(4 * math.prod(spec.shape) for spec in engine.weight_source().specs().values())
-    return {"peak": peak, "weights": weights}
+    assert peak < 0.85 * weights, f"weights of {weights} bytes raised resident memory by {peak}"
