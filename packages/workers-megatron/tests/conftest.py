@@ -26,13 +26,11 @@ def _own_group(tmp_path_factory):
 @pytest.fixture
 def megatron_on_cpu(request):
     """Megatron-Core on the CPU and a default process group of one rank, another wheel's tests' where they made one."""
-    from ostinato.workers.megatron import parallel
     from ostinato.workers.megatron.testing import cpu
 
     cpu.install()
     if not dist.is_initialized():
         request.getfixturevalue("_own_group")
+    # Megatron's groups stay for the next test: on one rank they all ask for the same.
     yield
-    if parallel.made_for() is not None:
-        parallel.shutdown()
     cpu.uninstall()
