@@ -55,16 +55,16 @@ class MegatronWeightSource:
             for name, shape in part.hf
         }
 
+    @torch.no_grad()
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Give one weight after another; collective over the ranks that share a copy of the model.
 
         Parameters may lie on the device or in host memory. The tensors of at most one Megatron parameter are held at a
         time.
         """
-        with torch.no_grad():
-            for part in self._built.parts:
-                if part.exported:
-                    yield from zip((name for name, _ in part.hf), self._whole(part), strict=True)
+        for part in self._built.parts:
+            if part.exported:
+                yield from zip((name for name, _ in part.hf), self._whole(part), strict=True)
 
     def _whole(self, part: Part) -> list[torch.Tensor]:
         """The folder's tensors of a part, on every rank."""
