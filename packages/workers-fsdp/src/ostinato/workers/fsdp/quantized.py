@@ -30,7 +30,7 @@ def build_adamw8bit(parameters: Iterable[nn.Parameter], optim: OptimConfig) -> t
         raise FsdpConfigError(
             "optim.optimizer=AdamW8bit: torchao is not installed: pip install 'ostinato-workers-fsdp[adamw8bit]'"
         )
-    from torchao.optim import AdamW8bit
+    from torchao.optim import AdamW8bit  # pyright: ignore[reportMissingImports]
 
     # A rate in a tensor: a number would be compiled into the step.
     rate: Any = torch.tensor(optim.lr)
@@ -76,7 +76,7 @@ def fill(moment: torch.Tensor, values: torch.Tensor, scale: torch.Tensor | None)
         values: float32, of the same layout.
         scale: the scales that the values were once quantised with, which give the same codes again; None: new ones.
     """
-    from torchao.optim.quant_utils import quantize_8bit_with_qmap
+    from torchao.optim.quant_utils import quantize_8bit_with_qmap  # pyright: ignore[reportMissingImports]
 
     target, source = _local(moment), _local(values).to(moment.device)
     if scale is None:
