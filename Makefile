@@ -43,8 +43,6 @@ layers:
 
 isolated:
 	@$(BIN)/python tools/isolated.py
-	@$(UV) run --quiet --no-sync --python $(BIN)/python --with torchao==0.18.0 \
-		python -m pytest -q packages/workers-fsdp/tests/test_fsdp_optim.py  # torchao slows every other import
 
 figures:
 	@$(BIN)/python tools/figures.py

@@ -110,6 +110,10 @@ def main() -> None:
                 if done.returncode:
                     sys.exit(f"isolated: {name} on {version} fails alone:\n{done.stderr}")
                 print(f"isolated: {name} on {version}: {done.stdout.strip()}, {time.monotonic() - start:.0f} s")
+        # transformers imports torchao wherever it is, 1.6 s a process: its tests have an environment of their own.
+        run = [uv, "run", "--quiet", "--no-sync", "--python", sys.executable, "--with", "torchao==0.18.0"]
+        tests = ["python", "-m", "pytest", "-q", "packages/workers-fsdp/tests/test_fsdp_optim.py"]
+        subprocess.run([*run, *tests], cwd=ROOT, check=True)
 
 
 if __name__ == "__main__":
