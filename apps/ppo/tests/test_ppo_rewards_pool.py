@@ -46,9 +46,9 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
         def down(): return down() + 1
         down()
     if what == "fork" and os.fork() == 0 and argument == "raise": raise ValueError("in the fork")
-    if what == "close": os.closerange(3, 256)
+    if what == "close": os.closerange(3, 1 << 16)
     if what == "garble":
-        for number in range(3, 20):
+        for number in range(3, 1 << 12):  # the caller of the pool may have had many files open
             try: os.write(number, bytes.fromhex(argument))
             except OSError: pass
     if what == "print": print("printed by the scorer"); sys.stdout.flush()
