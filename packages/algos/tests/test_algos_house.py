@@ -75,9 +75,14 @@ typing.get_type_hints(algos.grpo)
 """
 
 
+def run(code: str) -> None:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_the_wheel_works_without_jaxtyping_or_anything_heavy():
     """H-79."""
-    subprocess.run([sys.executable, "-c", BLOCKED], check=True, capture_output=True)
+    run(BLOCKED)
 
 
 EFFECTS = """
@@ -91,7 +96,7 @@ assert before == state()
 
 
 def test_importing_has_no_effects():
-    subprocess.run([sys.executable, "-c", EFFECTS], check=True, capture_output=True)
+    run(EFFECTS)
 
 
 README = Path(__file__).parents[1] / "README.md"
@@ -100,7 +105,7 @@ README = Path(__file__).parents[1] / "README.md"
 @pytest.mark.skipif(not README.exists(), reason="the tests run without the source tree")
 def test_the_example_of_the_readme_runs_and_its_tables_are_complete():
     text = README.read_text()
-    subprocess.run([sys.executable, "-c", text.split("```python")[1].split("```")[0]], check=True, capture_output=True)
+    run(text.split("```python")[1].split("```")[0])
     for name in algos.__all__:
         registered = name in ("gpg_loss", "clip_cov", "kl_cov", "select_clip_cov", "select_kl_cov", "PolicyLoss")
         assert f"`{name}" in text or registered or name == "RolloutCorrection", name
