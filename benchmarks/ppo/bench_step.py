@@ -5,9 +5,10 @@
 
 `small`: 64 prompts x 8, 128 + 128 tokens, sums as questions, eager. `long`: 64 x 8, 434 + 1024 tokens, ignore_eos,
 graphs, micro-batches of 16 rows, random weights. The settings are those of the verl runs: FSDP2, vLLM, one GPU, sdpa
-attention, no KL. verl ran without flash-attn and therefore without padding removal; this app packs rows without
-it, and a ratio contains that. The reference is a printed figure, not a run beside this one, unless `--verl` gives
-another one's seconds.
+attention, no KL; in `small` verl trained micro-batches of 64 rows and scored 128, this app packs under its default
+token budget. verl ran without flash-attn and therefore without padding removal; this app packs rows without it, and a
+ratio contains that. The reference is a printed figure, not a run beside this one, unless `--verl` gives another one's
+seconds.
 """
 
 from __future__ import annotations
@@ -83,8 +84,12 @@ def with_weights(folder: str, target: Path) -> str:
 def overrides(case: str, model: str, work: Path, steps: int) -> list[str]:
     long = case == "long"
     actor, rollout = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
-    micro = 16 if long else 64
+    fixed = [
+        f"{actor}.ppo_micro_batch_size_per_gpu=16",
+        f"{rollout}.log_prob_micro_batch_size_per_gpu=16",
+    ]
     return [
+        *(fixed if long else []),
         "algorithm.adv_estimator=grpo",
         f"data.train_files={work}/data.parquet",
         f"data.val_files={work}/data.parquet",
@@ -93,14 +98,12 @@ def overrides(case: str, model: str, work: Path, steps: int) -> list[str]:
         f"data.max_response_length={1024 if long else 128}",
         f"actor_rollout_ref.model.path={model}",
         f"{actor}.ppo_mini_batch_size=64",
-        f"{actor}.ppo_micro_batch_size_per_gpu={micro}",
         f"{actor}.optim.lr=1e-5",
         f"{rollout}.name=vllm",
         f"{rollout}.n=8",
         f"{rollout}.gpu_memory_utilization={0.5 if long else 0.3}",
         f"{rollout}.enforce_eager={not long}",
         f"{rollout}.ignore_eos={long}",
-        f"{rollout}.log_prob_micro_batch_size_per_gpu={16 if long else 128}",
         f"custom_reward_function.path={work}/reward.py",
         "custom_reward_function.name=compute_score",
         "trainer.n_gpus_per_node=1",

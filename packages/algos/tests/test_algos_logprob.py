@@ -265,3 +265,15 @@ def test_log_probs_on_a_gpu_equal_those_in_float64(dtype):
     got = token_log_probs_and_entropy(logits.cuda(), labels.cuda(), 0.8, chunk_size=100)
     for a, b in zip(got, plain(logits.double(), labels, 0.8), strict=True):
         torch.testing.assert_close(a.cpu().double(), b, rtol=0, atol=2e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_log_probs_from_half_hidden_states_on_a_gpu_do_not_round_the_logits():
+    """Within float32's rounding of the exact products of the halves, where logits rounded to bf16 are .1 off."""
+    draw = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(n, 256, generator=draw).bfloat16() for n in (300, 4096))
+    labels = torch.randint(4096, (300,), generator=draw)
+    got = token_log_probs_from_hidden(hidden.cuda(), weight.cuda(), labels.cuda(), chunk_size=100)
+    exact = (hidden.double() @ weight.double().T).log_softmax(-1).gather(1, labels[:, None])[:, 0]
+    torch.testing.assert_close(got.cpu().double(), exact, rtol=0, atol=1e-3)

@@ -38,6 +38,13 @@ def _without_autocast(device: str) -> AbstractContextManager[object]:
     return torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext()
 
 
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """The matrix product; a GPU hands the float32 sums of halves over unrounded."""
+    if a.device.type == "cuda" and a.dtype in (torch.bfloat16, torch.float16):
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return a @ b
+
+
 class _FromHidden(torch.autograd.Function):
     """(hidden, weight, labels) -> (log-probabilities, entropies), chunked in both directions."""
 
@@ -52,7 +59,7 @@ class _FromHidden(torch.autograd.Function):
         with _without_autocast(hidden.device.type):
             for start in range(0, hidden.shape[0], rows):
                 part = slice(start, start + rows)
-                log_p = scaled_log_softmax(hidden[part].to(dtype) @ head.T, temperature)
+                log_p = scaled_log_softmax(_product(hidden[part].to(dtype), head.T), temperature)
                 chosen, some_entropies = chunk_statistics(log_p, labels[part], entropy)
                 if chosen is not None:
                     log_probs[part] = chosen
@@ -79,7 +86,7 @@ class _FromHidden(torch.autograd.Function):
                 part = slice(start, start + ctx.rows)
                 rows = hidden[part].to(ctx.dtype)
                 dz = chunk_gradient(
-                    scaled_log_softmax(rows @ head.T, ctx.temperature),
+                    scaled_log_softmax(_product(rows, head.T), ctx.temperature),
                     labels[part],
                     part_of(grad_log_probs, part),
                     part_of(entropies, part),
@@ -89,7 +96,7 @@ class _FromHidden(torch.autograd.Function):
                 if grad_hidden is not None:
                     grad_hidden[part] = dz @ head
                 if grad_weight is not None:
-                    grad_weight += dz.T @ rows
+                    grad_weight += _product(dz.T, rows)
         return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None, None
 
 
@@ -122,7 +129,7 @@ def token_log_probs_from_hidden(
     """`token_log_probs(hidden @ weight.T, labels, temperature)` without the logits, in both directions.
 
     The product is taken in the dtype of `hidden` (the autocast dtype where autocast is on), as the model's own head
-    would; everything after it in float32.
+    would; everything after it in float32. On a GPU the logits of half-precision operands are not rounded back to half.
 
     Args:
         hidden: (N, D) last hidden states at the predicting positions.

@@ -70,15 +70,17 @@ def chunk_gradient(
     grad_entropies: Tensor | None,
 ) -> Tensor:
     """Gradient of scaled logits (n, V): g·(onehot − p) for log-probabilities, −g·p·(log p + H) for entropies."""
-    p = log_p.exp()
-    gradient = torch.zeros_like(p)
-    if grad_log_probs is not None and labels is not None:
-        gradient = gradient - p * grad_log_probs[:, None]
-        gradient.scatter_add_(-1, labels[:, None], grad_log_probs[:, None].to(p.dtype))
+    gradient = log_p.exp()
+    surprise = None
     if grad_entropies is not None and entropies is not None:
-        surprise = torch.where(p > 0, log_p + entropies[:, None], p.new_zeros(()))
-        gradient = gradient - p * surprise * grad_entropies[:, None]
-    return gradient
+        surprise = torch.where(gradient > 0, log_p + entropies[:, None], log_p.new_zeros(()))
+        surprise *= gradient * grad_entropies[:, None]
+    chosen = None if labels is None else grad_log_probs
+    # A chunk is as large as memory allows: every pass over it counts.
+    gradient *= 0.0 if chosen is None else -chosen[:, None]
+    if chosen is not None and labels is not None:
+        gradient.scatter_add_(-1, labels[:, None], chosen[:, None].to(gradient.dtype))
+    return gradient if surprise is None else gradient - surprise
 
 
 def part_of(tensor: Tensor | None, part: slice) -> Tensor | None:
