@@ -15,6 +15,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from ostinato.rollout.base import TensorSpec
 from ostinato.rollout.buckets import checksum
 from ostinato.rollout.errors import WeightMismatchError
+from ostinato.rollout.names import check_shape
 
 
 @dataclass(frozen=True)
@@ -112,9 +113,7 @@ class LiveWeights:
         Raises:
             WeightMismatchError: another shape.
         """
-        if tuple(tensor.shape) != self._places[name].shape:
-            line = f"{name}: sent {tuple(tensor.shape)}, wanted {self._places[name].shape}"
-            raise WeightMismatchError(f"hf rollout, load_weights: {line}. Send full tensors.", shapes=(line,))
+        check_shape("hf", name, tensor.shape, self._places[name].shape)
         self.view(name).copy_(tensor)
 
     def checksums(self) -> dict[str, int]:

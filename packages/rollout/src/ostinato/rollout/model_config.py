@@ -1,8 +1,11 @@
-"""A model folder's configuration with a run's overrides; training, rollout and export build their models from it."""
+"""A model folder's configuration with a run's overrides, and its end and padding tokens.
+
+Training, rollout and export build their models from this configuration.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -44,3 +47,29 @@ def read_model_config(
             )
         setattr(config, name, value)
     return config
+
+
+def end_tokens(model_path: str | Path, model_config: Any, tokenizer: Any = None) -> tuple[int, ...]:
+    """The tokens that end a response: those of `generation_config.json` and the tokenizer, else those of the config."""
+    from transformers import GenerationConfig
+
+    found: list[int] = []
+    if (Path(model_path) / "generation_config.json").is_file():
+        found += _as_ids(GenerationConfig.from_pretrained(model_path).eos_token_id)
+    found += _as_ids(getattr(tokenizer, "eos_token_id", None))
+    return tuple(dict.fromkeys(found or _as_ids(getattr(model_config, "eos_token_id", None))))
+
+
+def _as_ids(value: int | Sequence[int] | None) -> list[int]:
+    if value is None:
+        return []
+    return [int(value)] if isinstance(value, int) else [int(token) for token in value]
+
+
+def pad_token(tokenizer: Any, model_config: Any, eos: tuple[int, ...]) -> int:
+    """Only fills places: masks come from lengths, so any token serves where none is declared."""
+    for holder in (tokenizer, model_config.get_text_config(decoder=True)):
+        token = getattr(holder, "pad_token_id", None)
+        if isinstance(token, int) and token >= 0:
+            return token
+    return eos[0] if eos else 0

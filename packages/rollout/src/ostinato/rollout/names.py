@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ostinato.rollout.errors import WeightMismatchError
@@ -106,3 +106,20 @@ def tied_groups(plan: Mapping[str, str], rollout: Mapping[str, TensorSpec]) -> d
     for name, target in plan.items():
         members.setdefault(_group(rollout, target), []).append(name)
     return {name: group for group, names in members.items() if len(names) > 1 for name in names}
+
+
+def check_shape(engine: str, name: str, sent: Sequence[int], wanted: Sequence[int]) -> None:
+    """Refuse a tensor of another shape than the engine's weight of this name.
+
+    Args:
+        engine: the engine's name, for the message.
+        name: of the weight.
+        sent: shape of the tensor.
+        wanted: shape of the weight.
+
+    Raises:
+        WeightMismatchError: they differ.
+    """
+    if tuple(sent) != tuple(wanted):
+        line = f"{name}: sent {tuple(sent)}, wanted {tuple(wanted)}"
+        raise WeightMismatchError(f"{engine} rollout, load_weights: {line}. Send full tensors.", shapes=(line,))

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 
 from ostinato.rollout.assemble import Completion, FinishReason, assemble, check_prompts, prompt_token_ids, rollout_ids
+from ostinato.rollout.backends.adapter import Adapter, AdapterOptions
 from ostinato.rollout.buckets import checksum
-from ostinato.rollout.errors import WeightMismatchError
-from ostinato.rollout.lifecycle import Lifecycle
+from ostinato.rollout.model_config import read_model_config
 from ostinato.rollout.seeding import row_uniforms
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ Script = Callable[[Sequence[int], int, "SamplingParams"], Sequence[int]]
 """What to answer: (prompt tokens, rollout_id, sampling) -> response tokens, cut at the limit and after an end token."""
 
 
-class FakeRollout:
+class FakeRollout(Adapter):
     """Answers from a script.
 
     By default a response is `response_length` tokens drawn from the row's own random stream (or, where sampling is
@@ -34,17 +34,12 @@ class FakeRollout:
         config: everything under `actor_rollout_ref.rollout`.
         model_path: folder with a `config.json` whose weights the engine then wants; None, or a folder without one,
             wants those of `specs`.
-        device: where received weights are kept.
-        dp_rank: place among `dp_size` independent engines.
-        dp_size: number of independent engines.
-        tokenizer: gives padding and end tokens; None is 0 and 1.
-        override_config: entries of the model's config that replace those of its folder.
-        trust_remote_code: run code that comes with the model.
         specs: the weights the engine wants, where there is no `config.json`.
         script: what to answer.
         abort: rows (by `rollout_id`) that the engine gives up half way.
         rows_per_rollout: by `rollout_id`, how many rows come back (1 where absent).
         vocab_size: tokens are below it.
+        options: as `Adapter` takes them; without a tokenizer, padding is 0 and the end token 1.
 
     Attributes:
         calls: name and argument of every call so far.
@@ -53,51 +48,35 @@ class FakeRollout:
         rows_per_rollout: as above; may be changed between calls.
     """
 
+    name = "fake"
+
     def __init__(
         self,
         config: RolloutConfig,
         *,
         model_path: str | Path | None = None,
-        device: torch.device | str = "cpu",
-        dp_rank: int = 0,
-        dp_size: int = 1,
-        tokenizer: Any = None,
-        override_config: Mapping[str, Any] | None = None,
-        trust_remote_code: bool = False,
         specs: Mapping[str, TensorSpec] | None = None,
         script: Script | None = None,
         abort: Collection[int] = (),
         rows_per_rollout: Mapping[int, int] | None = None,
         vocab_size: int = 512,
+        **options: Unpack[AdapterOptions],
     ):
-        self._config = config
-        self._dp_rank, self._dp_size = dp_rank, dp_size
-        self._device = torch.device(device)
-        folder = {"overrides": override_config, "trust_remote_code": trust_remote_code}
-        self._specs = dict(specs) if specs is not None else _specs_of_folder(model_path, config.torch_dtype, folder)
+        super().__init__(config, **options)
+        self._hold(self._specs_of_folder(model_path) if specs is None else specs, loaded=False)
         self._script = script or self._default_script
         self._vocab_size = vocab_size
-        self._eos = (_token(tokenizer, "eos_token_id", 1),)
-        self._pad = _token(tokenizer, "pad_token_id", 0)
-        self._state = Lifecycle("fake", self._specs)
+        self._eos = (_token(self._tokenizer, "eos_token_id", 1),)
+        self._pad = _token(self._tokenizer, "pad_token_id", 0)
         self.abort = set(abort)
         self.rows_per_rollout = dict(rows_per_rollout or {})
         self.calls: list[tuple[str, Any]] = []
         self.weights: dict[str, torch.Tensor] = {}
 
-    @property
-    def dp_rank(self) -> int:
-        """This engine's place among the independent ones."""
-        return self._dp_rank
-
-    @property
-    def dp_size(self) -> int:
-        """How many independent engines there are."""
-        return self._dp_size
-
-    def specs(self) -> dict[str, TensorSpec]:
-        """The weights the engine wants."""
-        return dict(self._specs)
+    def _specs_of_folder(self, path: str | Path | None) -> dict[str, TensorSpec]:
+        if path is None or not (Path(path) / "config.json").is_file():
+            return {}
+        return self._specs_of(read_model_config(path, self._overrides, trust_remote_code=self._trust_remote_code))
 
     def wake(self, tag: WakeTag) -> None:
         """Record the call."""
@@ -107,13 +86,9 @@ class FakeRollout:
     def load_weights(self, bucket: Bucket) -> None:
         """Keep a copy of what comes."""
         self.calls.append(("load_weights", tuple(name for name, _ in bucket)))
-        self._state.load(name for name, _ in bucket)
+        self._accept(bucket)
         for name, tensor in bucket:
-            spec = self._specs[name]
-            if tuple(tensor.shape) != spec.shape:
-                line = f"{name}: sent {tuple(tensor.shape)}, wanted {spec.shape}"
-                raise WeightMismatchError(f"fake rollout, load_weights: {line}. Send full tensors.", shapes=(line,))
-            self.weights[name] = tensor.detach().to(self._device, spec.dtype, copy=True)
+            self.weights[name] = tensor.detach().to(self._device, self._specs[name].dtype, copy=True)
 
     def finish_load(self) -> None:
         """Check that every weight came."""
@@ -144,7 +119,7 @@ class FakeRollout:
         return [2 + int(u * tokens) for u in uniforms.tolist()]
 
     def _cut(self, tokens: Sequence[int], limit: int, sampling: SamplingParams) -> tuple[list[int], FinishReason]:
-        ends = () if sampling.ignore_eos else self._eos if sampling.eos_token_ids is None else sampling.eos_token_ids
+        ends = self._ends(sampling)
         for j, token in enumerate(tokens[:limit]):
             if token in ends:
                 return list(tokens[: j + 1]), "stop"
@@ -169,22 +144,6 @@ class FakeRollout:
             count = self.rows_per_rollout.get(number, 1)
             completions += [Completion(row, tokens, log_probs, reason)] * count
         return assemble(prompts, completions, response_length=self._config.response_length, pad_token_id=self._pad)
-
-
-def _specs_of_folder(
-    model_path: str | Path | None, dtype: torch.dtype, options: Mapping[str, Any]
-) -> dict[str, TensorSpec]:
-    if model_path is None or not (Path(model_path) / "config.json").is_file():
-        return {}
-    from transformers import AutoModelForCausalLM
-
-    from ostinato.rollout.live_weights import LiveWeights
-    from ostinato.rollout.model_config import read_model_config
-
-    config = read_model_config(model_path, **options)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=options["trust_remote_code"])
-    return LiveWeights(model).specs()
 
 
 def _token(tokenizer: Any, name: str, default: int) -> int:

@@ -12,17 +12,16 @@ import asyncio
 import itertools
 import json
 import logging
-import math
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 import numpy as np
 import torch
 
-from ostinato.rollout.assemble import Completion, assemble, check_prompts, prompt_token_ids, rollout_ids
-from ostinato.rollout.backends.hf import end_tokens, pad_token
+from ostinato.rollout.assemble import Completion, assemble, prompt_token_ids, rollout_ids
+from ostinato.rollout.backends.adapter import EngineAdapter, EngineOptions
 from ostinato.rollout.backends.sglang_scheduler import LOADER, checksum_line, last_line, manifest
 from ostinato.rollout.backends.sglang_versions import (
     attention_backend,
@@ -36,11 +35,7 @@ from ostinato.rollout.backends.sglang_versions import (
 )
 from ostinato.rollout.buckets import aligned_bytes
 from ostinato.rollout.config import PREFIX
-from ostinato.rollout.errors import ConfigError, EngineStateError, GenerationError, WeightMismatchError
-from ostinato.rollout.lifecycle import Lifecycle
-from ostinato.rollout.limits import check_device, check_model
-from ostinato.rollout.live_weights import model_specs
-from ostinato.rollout.model_config import ATTENTION, read_model_config
+from ostinato.rollout.errors import EngineStateError
 from ostinato.rollout.seeding import engine_seed, row_seeds
 
 if TYPE_CHECKING:
@@ -48,16 +43,13 @@ if TYPE_CHECKING:
 
     from ostinato.protocol import DataProto
     from ostinato.rollout.assemble import FinishReason
-    from ostinato.rollout.base import Bucket, TensorSpec, WakeTag
+    from ostinato.rollout.base import Bucket, WakeTag
     from ostinato.rollout.config import RolloutConfig, SamplingParams
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_MEBIBYTE = 1 << 20
-# What is left free on the device beside an engine that wakes, for libraries that take their own.
-_MARGIN_BYTES = 512 * _MEBIBYTE
 # How often a call that waits looks whether the engine's processes are there.
 _POLL_SECONDS = 1.0
 # How long requests of a call that was broken off may take to end.
@@ -67,7 +59,7 @@ _ONE_TOKEN = 1e-9
 _MEMORY = {"weights": ("weights",), "kv_cache": ("kv_cache", "cuda_graph")}
 
 
-class SglangRollout:
+class SglangRollout(EngineAdapter):
     """Generates with SGLang in processes of its own.
 
     One engine spans `tensor_model_parallel_size` consecutive ranks of the process group, each of which makes the same
@@ -77,73 +69,40 @@ class SglangRollout:
     Args:
         config: everything under `actor_rollout_ref.rollout`.
         model_path: folder with `config.json`; weights are read only where `load_format` is not "dummy".
-        device: where this rank trains; the engine takes the devices of its ranks.
-        dp_rank: place among `dp_size` independent engines.
-        dp_size: number of independent engines.
-        tokenizer: gives padding and end tokens; None takes the model's.
-        override_config: entries of the model's config that replace those of its folder.
-        trust_remote_code: run code that comes with the model.
-        engine_options: further keyword arguments of `sglang.Engine`, over those made here.
+        options: as `EngineAdapter` takes them, `engine_options` for `sglang.Engine`. `device` is where this rank trains;
+            the engine takes the devices of its ranks.
 
     Raises:
         ConfigError: what the model, the ranks or the device cannot do, before anything is built.
     """
 
-    def __init__(
-        self,
-        config: RolloutConfig,
-        *,
-        model_path: str | Path,
-        device: torch.device | str = "cpu",
-        dp_rank: int = 0,
-        dp_size: int = 1,
-        tokenizer: Any = None,
-        override_config: Mapping[str, Any] | None = None,
-        trust_remote_code: bool = False,
-        engine_options: Mapping[str, Any] | None = None,
-    ):
-        self._config = config
-        self._dp_rank, self._dp_size = dp_rank, dp_size
-        self._device = _with_index(torch.device(device))
+    name = "sglang"
+
+    def __init__(self, config: RolloutConfig, *, model_path: str | Path, **options: Unpack[EngineOptions]):
+        super().__init__(config, model_path=model_path, **options)
         on_gpu = self._device.type == "cuda"
-        size = config.tensor_model_parallel_size
-        model_config: Any = read_model_config(model_path, override_config, trust_remote_code=trust_remote_code)
-        text_config: Any = model_config.get_text_config(decoder=True)
-        self._context_length = check_model(config, text_config, world_size=dp_size * size)
-        self._specs = model_specs(model_config, config.torch_dtype, trust_remote_code=trust_remote_code)
-        self._eos = end_tokens(model_path, text_config, tokenizer)
-        self._pad = pad_token(tokenizer, model_config, self._eos)
-        overrides = {name: value for name, value in (override_config or {}).items() if name != ATTENTION}
-        options = self._options(model_path, text_config, trust_remote_code)
-        if overrides:
-            options["json_model_override_args"] = json.dumps(overrides)
-        options |= dict(engine_options or {})
-        self._sleeps = on_gpu and bool(options["enable_memory_saver"])
-        self._ranks = _Ranks(size)
+        arguments = self._arguments() | self._engine_options
+        self._sleeps = on_gpu and bool(arguments["enable_memory_saver"])
+        self._ranks = _Ranks(config.tensor_model_parallel_size)
         self._requests = itertools.count()
-        self._loading = False
         self._stale_cache = False
         self._pending: asyncio.Task[Any] | None = None
         self._outgoing: torch.Tensor | None = None
-        loaded = config.load_format != "dummy"
-        self._state = Lifecycle("sglang", self._specs, loaded=loaded)
-        self._engine: Any = None
         self._processes: list[Any] = []
-        self._ranks.call(self._build, options, self._ranks.gather(_visible(self._device)))
+        self._ranks.call(self._build, arguments, self._ranks.gather(_visible(self._device)))
         if on_gpu:
             portable_handles()
-        self._awake: set[str] = {"weights", "kv_cache"}
         # What waking takes, in bytes; the margin before the engine has slept once.
         self._sizes = dict.fromkeys(_MEMORY, 0)
-        if not loaded:
+        if not self._loaded:
             self._fall_asleep()
 
-    def _options(self, path: str | Path, text_config: Any, trust_remote_code: bool) -> dict[str, Any]:
+    def _arguments(self) -> dict[str, Any]:
         config, on_gpu = self._config, self._device.type == "cuda"
-        options: dict[str, Any] = {
-            "model_path": str(path),
+        arguments: dict[str, Any] = {
+            "model_path": str(self._model_path),
             "skip_tokenizer_init": True,
-            "trust_remote_code": trust_remote_code,
+            "trust_remote_code": self._trust_remote_code,
             "dtype": str(config.torch_dtype).removeprefix("torch."),
             # bf16 rounding of logits is a part of the distance between log-probabilities of rollout and training.
             "enable_fp32_lm_head": config.torch_dtype != torch.float32,
@@ -165,25 +124,25 @@ class SglangRollout:
             "disable_cuda_graph": config.enforce_eager or not on_gpu,
             "log_level": "error",
         }
+        if self._overrides:
+            arguments["json_model_override_args"] = json.dumps(self._overrides)
         if not on_gpu:
             places = min(config.max_num_seqs * (self._context_length + 8), 1 << 16)
-            return options | {"disable_overlap_schedule": True, "max_total_tokens": max(places, 1 << 12)}
-        weights = sum(math.prod(spec.shape) for spec in self._specs.values() if spec.tied_to is None)
-        free, total = torch.cuda.mem_get_info(self._device)
-        static = check_device(config, text_config, parameters=weights, free=free, total=total)
+            return arguments | {"disable_overlap_schedule": True, "max_total_tokens": max(places, 1 << 12)}
+        static, free = self._check_device()
         # Graphs of decoding alone: a rollout is nearly all decoding.
-        return options | {"disable_prefill_cuda_graph": True, "mem_fraction_static": round(static / free, 4)}
+        return arguments | {"disable_prefill_cuda_graph": True, "mem_fraction_static": round(static / free, 4)}
 
-    def _build(self, options: dict[str, Any], devices: Sequence[str | None]) -> None:
+    def _build(self, arguments: dict[str, Any], devices: Sequence[str | None]) -> None:
         import psutil
 
         spread = len(devices) > 1 and None not in devices
         visible = ",".join(str(name) for name in devices) if spread else None
-        options = options | {"nccl_port": free_port(), "base_gpu_id": 0 if spread else (self._device.index or 0)}
+        arguments = arguments | {"nccl_port": free_port(), "base_gpu_id": 0 if spread else (self._device.index or 0)}
         before = {child.pid for child in psutil.Process().children()}
         try:
             with build_environment(visible):
-                self._engine = make_engine(options)
+                self._engine = make_engine(arguments)
         finally:
             tracker = _resource_tracker()
             self._processes = [
@@ -191,20 +150,6 @@ class SglangRollout:
             ]
             if self._engine is None:
                 self._end_processes()
-
-    @property
-    def dp_rank(self) -> int:
-        """This engine's place among the independent ones."""
-        return self._dp_rank
-
-    @property
-    def dp_size(self) -> int:
-        """How many independent engines there are."""
-        return self._dp_size
-
-    def specs(self) -> dict[str, TensorSpec]:
-        """The weights the engine wants, tied names included."""
-        return dict(self._specs)
 
     # --- calls into the engine ---
 
@@ -237,27 +182,23 @@ class SglangRollout:
 
     # --- memory ---
 
-    @property
-    def makes_room(self) -> bool:
-        """Whether `wake` empties torch's cache by itself where the device is short of memory."""
-        return True
-
     def wake(self, tag: WakeTag) -> None:
         """Map memory for the weights or for the cache again (a GPU with `free_cache_engine`)."""
-        self._state.wake(tag)
-        if self._sleeps and tag not in self._awake:
-            if torch.cuda.mem_get_info(self._device)[0] < self._sizes[tag] + _MARGIN_BYTES:
-                torch.cuda.empty_cache()
-            self._ranks.call(self._resume, _MEMORY[tag])
-        self._awake.add(tag)
+        super().wake(tag)
         self._flush()
 
-    def _resume(self, tags: Sequence[str]) -> None:
+    def _sleeping_bytes(self, tag: WakeTag) -> int:
+        return self._sizes[tag]
+
+    def _resume(self, tag: WakeTag) -> None:
+        self._ranks.call(self._resume_now, _MEMORY[tag])
+
+    def _resume_now(self, tags: Sequence[str]) -> None:
         from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput
 
         self._wait(self._manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=list(tags)), None))
 
-    def _release(self, tags: Sequence[str]) -> None:
+    def _release_now(self, tags: Sequence[str]) -> None:
         from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
 
         self._wait(self._manager.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=list(tags)), None))
@@ -273,19 +214,11 @@ class SglangRollout:
         if not answer.success:
             raise EngineStateError(f"sglang rollout: the cache of older weights was not dropped: {answer.message}")
 
-    def sleep(self) -> None:
-        """Give the memory of weights and cache back; new weights must come before the next use."""
-        self._state.sleep()
-        if self._loading:
-            self._ranks.call(self._end_load)
-            self._loading = False
-        self._fall_asleep()
-
     def _fall_asleep(self) -> None:
         if self._sleeps:
             for tag in [tag for tag in ("kv_cache", "weights") if tag in self._awake]:
                 before = torch.cuda.mem_get_info(self._device)[0]
-                self._ranks.call(self._release, _MEMORY[tag])
+                self._ranks.call(self._release_now, _MEMORY[tag])
                 self._sizes[tag] = max(torch.cuda.mem_get_info(self._device)[0] - before, 0)
         self._awake.clear()
 
@@ -318,21 +251,14 @@ class SglangRollout:
 
     def load_weights(self, bucket: Bucket) -> None:
         """Hand some weights to the schedulers; they copy while the next bucket fills."""
-        self._state.load(name for name, _ in bucket)
-        for name, tensor in bucket:
-            if tuple(tensor.shape) != self._specs[name].shape:
-                line = f"{name}: sent {tuple(tensor.shape)}, wanted {self._specs[name].shape}"
-                raise WeightMismatchError(f"sglang rollout, load_weights: {line}. Send full tensors.", shapes=(line,))
+        self._accept(bucket)
         begins = not self._loading
         # What the last call handed over is read from memory that may be filled anew after this one.
-        self._ranks.call(self._begin_load if begins else self._finish_pending)
+        self._ranks.call(self._begin_update if begins else self._finish_pending)
         if begins:
             self._loading = True
-            self._came: set[str] = set()
-        fresh = {self._specs[name].tied_to or name: tensor for name, tensor in bucket}
-        fresh = {name: tensor for name, tensor in fresh.items() if name not in self._came}
-        self._came.update(fresh)
-        self._hand_over(self._lines(list(fresh.items()), begins=begins))
+            self._came = set()
+        self._hand_over(self._lines(self._fresh(bucket), begins=begins))
 
     def _lines(self, bucket: list[tuple[str, torch.Tensor]], *, begins: bool) -> list[tuple[str, torch.Tensor]]:
         """Pieces of memory that other processes can read, and what lies in them."""
@@ -386,25 +312,27 @@ class SglangRollout:
             task, self._pending = self._pending, None
             _require_success("load_weights", self._finish(task))
 
-    def _begin_load(self) -> None:
+    def _begin_update(self) -> None:
         call = begin_update(self._manager)
         if call is not None:
             _require_success("load_weights", self._wait(call))
 
-    def _end_load(self) -> None:
+    def _end_update(self) -> None:
         self._finish_pending()
         call = end_update(self._manager)
         if call is not None:
             _require_success("finish_load", self._wait(call))
 
+    def _end_load(self) -> None:
+        self._ranks.call(self._end_update)
+        self._loading = False
+
     def finish_load(self) -> None:
         """Check that every weight came, and drop what was cached of older weights."""
         self._state.finish_load()
-        names = [name for name, spec in self._specs.items() if spec.tied_to is None]
         self._ranks.call(self._finish_pending)
-        self._hand_over([(last_line(names), torch.zeros(1, device=self._device))])
-        self._ranks.call(self._end_load)
-        self._loading = False
+        self._hand_over([(last_line(list(self._owners())), torch.zeros(1, device=self._device))])
+        self._end_load()
         self._sent: list[tuple[str, torch.Tensor]] = []
         if self._device.type == "cuda":
             torch.cuda.ipc_collect()
@@ -413,13 +341,13 @@ class SglangRollout:
 
     def checksums(self) -> dict[str, int]:
         """A checksum of every weight as the engine holds it; collective over the ranks of one engine."""
-        specs = {name: spec for name, spec in self._specs.items() if spec.tied_to is None}
+        specs = self._owners()
         sums = torch.zeros(len(specs), dtype=torch.int64, device=self._device)
         if self._device.type == "cpu":
             sums = sums.share_memory_()
-        self._ranks.call(self._begin_load)
+        self._ranks.call(self._begin_update)
         self._hand_over([(checksum_line(specs), sums)])
-        self._ranks.call(self._end_load)
+        self._ranks.call(self._end_update)
         # On a CPU the first rank's memory serves all schedulers.
         told = self._ranks.call(sums.tolist) if self._device.type == "cpu" else sums.tolist()
         return dict(zip(specs, told, strict=True))
@@ -428,35 +356,18 @@ class SglangRollout:
 
     def generate(self, prompts: DataProto, sampling: SamplingParams) -> DataProto:
         """Answer each prompt row once; see `Rollout.generate`."""
-        self._state.require_ready()
-        prompts = prompts.to("cpu")
-        lengths = check_prompts(prompts, self._context_length)
-        most = self._config.response_length
-        if sampling.max_tokens is not None and sampling.max_tokens > most:
-            raise ConfigError(
-                f"sampling.max_tokens: expected at most {PREFIX}.response_length={most}, got {sampling.max_tokens}.",
-                key="sampling.max_tokens",
-            )
-        limits = (self._context_length - lengths).clamp(max=sampling.max_tokens or most).tolist()
-        numbers = rollout_ids(prompts)
-        requests = self._requests_of(limits, numbers, sampling)
-        token_lists = prompt_token_ids(prompts) if len(prompts) else []
-        answers = self._ranks.call(self._run, token_lists, requests) if len(prompts) else []
+        prompts, _, limits = self._admit(prompts, sampling)
+        requests = self._requests_of(limits.tolist(), rollout_ids(prompts), sampling)
+        answers = self._ranks.call(self._run, prompt_token_ids(prompts), requests) if len(prompts) else []
         completions = [_completion(row, answer) for row, answer in enumerate(answers)]
-        bad = [c.row for c in completions if not np.isfinite(np.asarray(c.log_probs, dtype=np.float64)).all()]
-        if bad:
-            raise GenerationError(
-                f"sglang rollout, generate: log-probabilities of {len(bad)} rows are not finite numbers (rollout_id "
-                f"{numbers[bad[:8]].tolist()}). The weights hold NaN or overflow in {self._config.dtype}: check the "
-                f"last update, or set {PREFIX}.dtype=float32."
-            )
-        return assemble(prompts, completions, response_length=most, pad_token_id=self._pad)
+        finite = [np.isfinite(np.asarray(each.log_probs, dtype=np.float64)).all() for each in completions]
+        self._require_finite(np.flatnonzero(~np.asarray(finite, dtype=bool)), prompts)
+        return assemble(prompts, completions, response_length=self._config.response_length, pad_token_id=self._pad)
 
     def _requests_of(self, limits: list[int], numbers: np.ndarray, sampling: SamplingParams) -> list[dict[str, Any]]:
         # Greedy tokens of a temperature other than 1 are drawn from one token, because log-probabilities keep it:
         # SGLang's own greedy draw reports those of temperature 1.
         plain_greedy = sampling.greedy and sampling.log_prob_temperature == 1
-        ends = self._eos if sampling.eos_token_ids is None else sampling.eos_token_ids
         shared: dict[str, Any] = {
             "temperature": 0.0 if plain_greedy else sampling.log_prob_temperature,
             "top_p": 1.0 if plain_greedy else _ONE_TOKEN if sampling.greedy else sampling.top_p,
@@ -464,7 +375,7 @@ class SglangRollout:
             "min_p": 0.0 if sampling.greedy else sampling.min_p,
             # The model's own end tokens are taken out of the schedulers: this list says it all.
             "ignore_eos": sampling.ignore_eos,
-            "stop_token_ids": None if sampling.ignore_eos else list(ends),
+            "stop_token_ids": None if sampling.ignore_eos else list(self._ends(sampling)),
         }
         seeds = row_seeds(sampling.seed, sampling.step, numbers).tolist()
         return [
@@ -569,12 +480,6 @@ def _require_success(what: str, answer: Any) -> None:
     success, message = (answer[0], answer[1]) if isinstance(answer, tuple) else (answer.success, answer.message)
     if not success:
         raise EngineStateError(f"sglang rollout, {what}: the engine refused the weights: {message}")
-
-
-def _with_index(device: torch.device) -> torch.device:
-    if device.type == "cuda" and device.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return device
 
 
 def _visible(device: torch.device) -> str | None:

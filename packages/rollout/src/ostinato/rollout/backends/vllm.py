@@ -10,17 +10,16 @@ from __future__ import annotations
 
 import gc
 import logging
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
 import torch
 
-from ostinato.rollout.assemble import PaddedResponses, assemble_padded, check_prompts, prompt_token_ids, rollout_ids
-from ostinato.rollout.backends.hf import end_tokens, pad_token
+from ostinato.rollout.assemble import PaddedResponses, assemble_padded, prompt_token_ids, rollout_ids
+from ostinato.rollout.backends.adapter import MEBIBYTE, EngineAdapter, EngineOptions
 from ostinato.rollout.backends.vllm_versions import (
     Draw,
     build_environment,
@@ -33,25 +32,17 @@ from ostinato.rollout.backends.vllm_versions import (
     sleeping_memory,
 )
 from ostinato.rollout.buckets import checksum
-from ostinato.rollout.config import PREFIX
 from ostinato.rollout.copy_plan import CopyPlan, merged
-from ostinato.rollout.errors import ConfigError, EngineStateError, GenerationError, WeightMismatchError
-from ostinato.rollout.lifecycle import Lifecycle
-from ostinato.rollout.limits import cache_bytes_per_token, check_device, check_head_size, check_model
-from ostinato.rollout.live_weights import model_specs
-from ostinato.rollout.model_config import ATTENTION, read_model_config
+from ostinato.rollout.errors import EngineStateError, WeightMismatchError
+from ostinato.rollout.limits import cache_bytes_per_token, check_head_size
 from ostinato.rollout.seeding import engine_seed, row_seeds
 
 if TYPE_CHECKING:
     from ostinato.protocol import DataProto
-    from ostinato.rollout.base import Bucket, TensorSpec, WakeTag
+    from ostinato.rollout.base import Bucket, WakeTag
     from ostinato.rollout.config import RolloutConfig, SamplingParams
 
 logger = logging.getLogger(__name__)
-
-_MEBIBYTE = 1 << 20
-# What is left free on the device beside an engine that wakes, for libraries that take their own.
-_MARGIN_BYTES = 512 * _MEBIBYTE
 
 
 @dataclass
@@ -63,7 +54,7 @@ class _Answer:
     reason: str = "abort"
 
 
-class VllmRollout:
+class VllmRollout(EngineAdapter):
     """Generates with vLLM in this process.
 
     One engine spans `tensor_model_parallel_size` consecutive ranks of the process group, each of which makes the same
@@ -72,70 +63,38 @@ class VllmRollout:
     Args:
         config: everything under `actor_rollout_ref.rollout`.
         model_path: folder with `config.json`; weights are read only where `load_format` is not "dummy".
-        device: where to compute.
-        dp_rank: place among `dp_size` independent engines.
-        dp_size: number of independent engines.
-        tokenizer: gives padding and end tokens; None takes the model's.
-        override_config: entries of the model's config that replace those of its folder.
-        trust_remote_code: run code that comes with the model.
-        engine_options: further keyword arguments of `vllm.LLM`, over those made here.
+        options: as `EngineAdapter` takes them, `engine_options` for `vllm.LLM`.
 
     Raises:
         ConfigError: what the model, the ranks or the device cannot do, before anything is built.
     """
 
-    def __init__(
-        self,
-        config: RolloutConfig,
-        *,
-        model_path: str | Path,
-        device: torch.device | str = "cpu",
-        dp_rank: int = 0,
-        dp_size: int = 1,
-        tokenizer: Any = None,
-        override_config: Mapping[str, Any] | None = None,
-        trust_remote_code: bool = False,
-        engine_options: Mapping[str, Any] | None = None,
-    ):
-        self._config = config
-        self._dp_rank, self._dp_size = dp_rank, dp_size
-        self._device = _with_index(torch.device(device))
-        model_config: Any = read_model_config(model_path, override_config, trust_remote_code=trust_remote_code)
-        text_config: Any = model_config.get_text_config(decoder=True)
-        self._context_length = check_model(config, text_config, world_size=dp_size * config.tensor_model_parallel_size)
-        self._specs = model_specs(model_config, config.torch_dtype, trust_remote_code=trust_remote_code)
-        self._tied = bool(getattr(text_config, "tie_word_embeddings", False))
-        self._eos = end_tokens(model_path, text_config, tokenizer)
-        self._pad = pad_token(tokenizer, model_config, self._eos)
-        options = self._options(model_path, text_config, override_config, trust_remote_code) | dict(
-            engine_options or {}
-        )
-        self._sleeps = bool(options.get("enable_sleep_mode", False))
+    name = "vllm"
+
+    def __init__(self, config: RolloutConfig, *, model_path: str | Path, **options: Unpack[EngineOptions]):
+        super().__init__(config, model_path=model_path, **options)
+        self._tied = bool(getattr(self._text_config, "tie_word_embeddings", False))
+        arguments = self._arguments() | self._engine_options
+        self._sleeps = bool(arguments.get("enable_sleep_mode", False))
         self._draw = Draw()
         self._requests = 0
-        self._loading = False
-        loaded = config.load_format != "dummy"
-        self._state = Lifecycle("vllm", self._specs, loaded=loaded)
-        self._build(options, model_config)
+        self._build(arguments)
         self._plan = None if self._device.type == "cpu" else CopyPlan(self._model)
         self._recorded = False
-        self._awake: set[str] = {"weights", "kv_cache"}
         self._buffers = {name: buffer.cpu() for name, buffer in self._model.named_buffers()} if self._sleeps else {}
-        if not loaded:
+        if not self._loaded:
             self._fall_asleep()
 
-    def _options(
-        self, path: str | Path, text_config: Any, overrides: Mapping[str, Any] | None, trust_remote_code: bool
-    ) -> dict[str, Any]:
+    def _arguments(self) -> dict[str, Any]:
         config, on_gpu = self._config, self._device.type == "cuda"
-        cache = cache_bytes_per_token(config, text_config)
+        cache = cache_bytes_per_token(config, self._text_config)
         size = config.tensor_model_parallel_size
         spread = size > 1 or (torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1)
-        options: dict[str, Any] = {
-            "model": str(path),
+        arguments: dict[str, Any] = {
+            "model": str(self._model_path),
             "skip_tokenizer_init": True,
-            "trust_remote_code": trust_remote_code,
-            "hf_overrides": {name: value for name, value in (overrides or {}).items() if name != ATTENTION},
+            "trust_remote_code": self._trust_remote_code,
+            "hf_overrides": self._overrides,
             # The folder's own sampling defaults must not restrict training.
             "generation_config": "vllm",
             "dtype": str(config.torch_dtype).removeprefix("torch."),
@@ -153,28 +112,26 @@ class VllmRollout:
         }
         if not on_gpu:
             most = config.max_num_seqs * (-(-self._context_length // 128) + 1) * 128 * cache
-            options["kv_cache_memory_bytes"] = max(64 * _MEBIBYTE, min(most, 1024 * _MEBIBYTE))
-            return options
-        weights = sum(math.prod(s.shape) for s in self._specs.values() if s.tied_to is None)
-        free, total = torch.cuda.mem_get_info(self._device)
-        check_device(config, text_config, parameters=weights, free=free, total=total)
-        options["gpu_memory_utilization"] = config.gpu_memory_utilization
-        options["enable_sleep_mode"] = config.free_cache_engine
+            arguments["kv_cache_memory_bytes"] = max(64 * MEBIBYTE, min(most, 1024 * MEBIBYTE))
+            return arguments
+        self._check_device()
+        arguments["gpu_memory_utilization"] = config.gpu_memory_utilization
+        arguments["enable_sleep_mode"] = config.free_cache_engine
         if not config.enforce_eager:
             # Graphs of decoding alone, without a compiler: a rollout is nearly all decoding, and starts in seconds.
-            options["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
-        return options
+            arguments["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+        return arguments
 
-    def _build(self, options: dict[str, Any], model_config: Any) -> None:
-        with build_environment(self._device, model_config):
+    def _build(self, arguments: dict[str, Any]) -> None:
+        with build_environment(self._device, self._model_config):
             import vllm
 
             if self._device.type == "cpu":
                 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
                 sizes = CPUAttentionBackend.get_supported_head_sizes()
-                check_head_size(model_config.get_text_config(decoder=True), sizes)
-            self._engine: Any = vllm.LLM(**options)
+                check_head_size(self._text_config, sizes)
+            self._engine = vllm.LLM(**arguments)
         keep_process_groups(self._engine.llm_engine)
         [worker] = self._engine.collective_rpc(_itself)
         self._worker: Any = getattr(worker, "worker", worker)
@@ -183,46 +140,17 @@ class VllmRollout:
         if self._device.type == "cuda":
             exact_logits(self._model)
 
-    @property
-    def dp_rank(self) -> int:
-        """This engine's place among the independent ones."""
-        return self._dp_rank
-
-    @property
-    def dp_size(self) -> int:
-        """How many independent engines there are."""
-        return self._dp_size
-
-    def specs(self) -> dict[str, TensorSpec]:
-        """The weights the engine wants, tied names included."""
-        return dict(self._specs)
-
     # --- memory ---
 
-    @property
-    def makes_room(self) -> bool:
-        """Whether `wake` empties torch's cache by itself where the device is short of memory."""
-        return True
+    def _sleeping_bytes(self, tag: WakeTag) -> int:
+        return sleeping_memory(tag)
 
-    def wake(self, tag: WakeTag) -> None:
-        """Map memory for the weights or for the cache again (a GPU with `free_cache_engine`)."""
-        self._state.wake(tag)
-        if self._sleeps and tag not in self._awake:
-            if torch.cuda.mem_get_info(self._device)[0] < sleeping_memory(tag) + _MARGIN_BYTES:
-                torch.cuda.empty_cache()
-            self._engine.wake_up(tags=[tag])
-            if tag == "weights":
-                # Tables that no load brings, such as those of rotary positions.
-                for name, buffer in self._model.named_buffers():
-                    buffer.copy_(self._buffers[name])
-        self._awake.add(tag)
-
-    def sleep(self) -> None:
-        """Give the memory of weights and cache back; new weights must come before the next use."""
-        self._state.sleep()
-        if self._loading:
-            self._end_load()
-        self._fall_asleep()
+    def _resume(self, tag: WakeTag) -> None:
+        self._engine.wake_up(tags=[tag])
+        if tag == "weights":
+            # Tables that no load brings, such as those of rotary positions.
+            for name, buffer in self._model.named_buffers():
+                buffer.copy_(self._buffers[name])
 
     def _fall_asleep(self) -> None:
         if self._sleeps and self._awake:
@@ -248,16 +176,10 @@ class VllmRollout:
 
     def load_weights(self, bucket: Bucket) -> None:
         """Copy some weights into the live parameters; the first whole load is watched, later ones repeat its copies."""
-        self._state.load(name for name, _ in bucket)
-        for name, tensor in bucket:
-            if tuple(tensor.shape) != self._specs[name].shape:
-                line = f"{name}: sent {tuple(tensor.shape)}, wanted {self._specs[name].shape}"
-                raise WeightMismatchError(f"vllm rollout, load_weights: {line}. Send full tensors.", shapes=(line,))
+        self._accept(bucket)
         if not self._loading:
             self._begin_load()
-        fresh = [(self._specs[name].tied_to or name, tensor.contiguous()) for name, tensor in bucket]
-        fresh = [(name, tensor) for name, tensor in dict(fresh).items() if name not in self._came]
-        self._came.update(name for name, _ in fresh)
+        fresh = [(name, tensor.contiguous()) for name, tensor in self._fresh(bucket)]
         with torch.no_grad():
             if self._plan is None:
                 # A layer is put together when its last part comes, which may be several buckets later.
@@ -271,7 +193,7 @@ class VllmRollout:
 
     def _begin_load(self) -> None:
         self._loading = True
-        self._came: set[str] = set()
+        self._came = set()
         if self._plan is None:
             layerwise_reload()[0](self._model)
         elif self._recorded:
@@ -304,15 +226,14 @@ class VllmRollout:
         if self._plan is not None:
             if not self._recorded:
                 self._recorded = True
-                names = [name for name, spec in self._specs.items() if spec.tied_to is None]
-                if not self._plan.complete(names):
+                if not self._plan.complete(list(self._owners())):
                     logger.warning("vllm rollout: each load runs vLLM's own loader: %s", self._plan.reason)
             torch.cuda.synchronize(self._device)
         self._engine.reset_prefix_cache()
 
     def checksums(self) -> dict[str, int]:
         """A checksum of every weight as the engine holds it; collective over the ranks of one engine."""
-        names = [name for name, spec in self._specs.items() if spec.tied_to is None]
+        names = list(self._owners())
         if self._plan is None:
             return {name: checksum(tensor) for name, tensor in self._unpacked(names)}
         if self._plan.reason or not self._recorded:
@@ -362,17 +283,9 @@ class VllmRollout:
 
     def generate(self, prompts: DataProto, sampling: SamplingParams) -> DataProto:
         """Answer each prompt row once; see `Rollout.generate`."""
-        self._state.require_ready()
-        prompts = prompts.to("cpu")
-        lengths = check_prompts(prompts, self._context_length)
-        most = self._config.response_length
-        if sampling.max_tokens is not None and sampling.max_tokens > most:
-            raise ConfigError(
-                f"sampling.max_tokens: expected at most {PREFIX}.response_length={most}, got {sampling.max_tokens}.",
-                key="sampling.max_tokens",
-            )
-        limits = (self._context_length - lengths).clamp(max=sampling.max_tokens or most).tolist()
-        answers = self._run(prompt_token_ids(prompts) if len(prompts) else [], limits, rollout_ids(prompts), sampling)
+        prompts, _, limits = self._admit(prompts, sampling)
+        token_lists = prompt_token_ids(prompts) if len(prompts) else []
+        answers = self._run(token_lists, limits.tolist(), rollout_ids(prompts), sampling)
         return assemble_padded(prompts, self._padded(answers, prompts), pad_token_id=self._pad)
 
     def _requests_of(self, limits: list[int], numbers: np.ndarray, sampling: SamplingParams) -> Iterator[Any]:
@@ -384,7 +297,6 @@ class VllmRollout:
         self._draw.restricted = not plain_greedy and (
             sampling.greedy or sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0
         )
-        ends = self._eos if sampling.eos_token_ids is None else sampling.eos_token_ids
         seeds = row_seeds(sampling.seed, sampling.step, numbers).tolist()
         for limit, seed in zip(limits, seeds, strict=True):
             yield EngineSampling(
@@ -396,7 +308,7 @@ class VllmRollout:
                 max_tokens=limit,
                 # Which tokens end a response is said here alone.
                 ignore_eos=True,
-                stop_token_ids=None if sampling.ignore_eos else list(ends),
+                stop_token_ids=None if sampling.ignore_eos else list(self._ends(sampling)),
                 logprobs=0,
                 detokenize=False,
                 skip_clone=True,
@@ -438,13 +350,7 @@ class VllmRollout:
         for row, answer in enumerate(answers):
             token_ids[row, : lengths[row]] = answer.token_ids
             log_probs[row, : lengths[row]] = answer.log_probs
-        bad = np.flatnonzero(~np.isfinite(log_probs).all(-1))
-        if len(bad):
-            raise GenerationError(
-                f"vllm rollout, generate: log-probabilities of {len(bad)} rows are not finite numbers (rollout_id "
-                f"{rollout_ids(prompts)[bad[:8]].tolist()}). The weights hold NaN or overflow in {self._config.dtype}: "
-                f"check the last update, or set {PREFIX}.dtype=float32."
-            )
+        self._require_finite(np.flatnonzero(~np.isfinite(log_probs).all(-1)), prompts)
         reasons = [answer.reason if answer.reason in ("stop", "length") else "abort" for answer in answers]
         return PaddedResponses(
             rows=np.arange(len(answers)),
@@ -457,12 +363,6 @@ class VllmRollout:
 
 def _itself(worker: Any) -> Any:
     return worker
-
-
-def _with_index(device: torch.device) -> torch.device:
-    if device.type == "cuda" and device.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return device
 
 
 def _product(layer: Any, width: int, dtype: torch.dtype) -> torch.Tensor:
