@@ -17,10 +17,11 @@ from toy_runs import arguments, metrics_of, nested, toy_overrides, untimed
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from ostinato.ppo import run as run_module
-from ostinato.ppo.checkpoint import Checkpoints, complete_steps
+from ostinato.ppo.checkpoint import Checkpoints
 from ostinato.ppo.cli import main
 from ostinato.ppo.config import PpoConfig
 from ostinato.ppo.preflight import check
+from ostinato.ppo.run_folder import complete_steps
 
 pytestmark = pytest.mark.e2e
 

@@ -8,9 +8,9 @@ import pytest
 from toy_runs import metrics_of, nested, toy_overrides
 
 from ostinato.ppo import run as run_module
-from ostinato.ppo.checkpoint import complete_steps
 from ostinato.ppo.config import PpoConfig
 from ostinato.ppo.preflight import check
+from ostinato.ppo.run_folder import complete_steps
 from ostinato.workers.fsdp import FsdpEngine
 
 pytestmark = pytest.mark.e2e

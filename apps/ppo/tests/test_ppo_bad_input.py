@@ -12,9 +12,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from ostinato.ppo import placement
-from ostinato.ppo.checkpoint import MARKER, Checkpoints, model_fingerprint
+from ostinato.ppo.checkpoint import Checkpoints
 from ostinato.ppo.cli import main
 from ostinato.ppo.prepare import largest
+from ostinato.ppo.run_folder import MARKER, model_fingerprint
 
 REWARD = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    "
 

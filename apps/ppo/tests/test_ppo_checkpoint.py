@@ -14,8 +14,9 @@ import pytest
 import torch
 
 from ostinato.controller import CallTimedOut, WorkerDied, WorkerFailed
-from ostinato.ppo.checkpoint import LATEST, MARKER, Checkpoints, complete_steps, model_fingerprint
+from ostinato.ppo.checkpoint import Checkpoints
 from ostinato.ppo.errors import CheckpointError, RunFolderBusy
+from ostinato.ppo.run_folder import LATEST, MARKER, complete_steps, model_fingerprint
 
 
 @pytest.fixture

@@ -370,10 +370,10 @@ def test_ppo_cli_help_is_quick_and_imports_nothing_heavy():
 
 
 def test_ppo_cli_dry_run_is_checked_without_the_libraries_of_a_run(world, tmp_path):
-    """The plan of PPO with a critic comes without transformers and Ray."""
+    """The plan of PPO with a critic comes without transformers, Ray and tensordict."""
     code = (
         "import sys; from ostinato.ppo.__main__ import main; code = main(sys.argv[1:]); "
-        "heavy = {'transformers', 'ray'} & set(sys.modules); sys.exit(f'{heavy}' if heavy else code)"
+        "heavy = {'transformers', 'ray', 'tensordict'} & set(sys.modules); sys.exit(f'{heavy}' if heavy else code)"
     )
     command = [*words(LABS["lab2"], world), "algorithm.adv_estimator=gae", "trainer.dry_run=True"]
     done = subprocess.run([sys.executable, "-c", code, *command], capture_output=True, text=True, cwd=tmp_path)

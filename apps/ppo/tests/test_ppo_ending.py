@@ -11,10 +11,10 @@ import pytest
 
 from ostinato.controller import CallTimedOut, RayNotRunning, ResourcesUnavailable, WorkerDied, WorkerFailed
 from ostinato.ppo import cli
-from ostinato.ppo.checkpoint import MARKER
 from ostinato.ppo.config import PpoConfig
 from ostinato.ppo.ending import PATIENCE_S, Interrupts, failure_text, outlook
 from ostinato.ppo.errors import DataError, RunFolderBusy
+from ostinato.ppo.run_folder import MARKER
 from ostinato.protocol.errors import ColumnConflictError
 from ostinato.rollout.errors import BackendUnavailableError
 from ostinato.workers.core.errors import ModelMismatchError

@@ -11,8 +11,9 @@ from ostinato.ppo.baseline import GreedyBaseline
 from ostinato.ppo.config import AlgorithmConfig, PpoConfig, RolloutCorrectionConfig
 from ostinato.ppo.data import follow, rollouts
 from ostinato.ppo.errors import RewardError
-from ostinato.ppo.estimate import OFFERED, Estimate, correct
+from ostinato.ppo.estimate import Estimate, correct
 from ostinato.ppo.metrics import batch_metrics
+from ostinato.ppo.sections import OFFERED
 from ostinato.protocol import DataProto, Metric, columns
 
 MASK = torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0], [1, 1, 1, 1], [1, 0, 0, 0]])

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from ostinato.ppo.checkpoint import MARKER
 from ostinato.ppo.cli import main
 from ostinato.ppo.errors import CheckpointError
 from ostinato.ppo.export import _Progress, export, find_role
+from ostinato.ppo.run_folder import MARKER
 
 
 @pytest.fixture

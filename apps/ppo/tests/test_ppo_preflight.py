@@ -18,7 +18,8 @@ from ostinato.ppo.config import PpoConfig
 from ostinato.ppo.errors import ConfigError, LaunchError
 from ostinato.ppo.facts import read_model
 from ostinato.ppo.plan import memory_plan, plan_text, update_plan
-from ostinato.ppo.preflight import Checked, check, check_launch, examine
+from ostinato.ppo.preflight import Checked, check, examine
+from ostinato.ppo.preflight_launch import check_launch
 
 CHAT = [{"role": "user", "content": "what is 1 + 2"}]
 ROW = {"data_source": "openai/gsm8k", "prompt": CHAT, "reward_model": {"ground_truth": "3"}}
@@ -581,7 +582,7 @@ def test_ppo_preflight_resume_path(make, tmp_path):
 
 
 def test_ppo_preflight_run_folder_of_another_model(make, tmp_path):
-    from ostinato.ppo.checkpoint import model_fingerprint
+    from ostinato.ppo.run_folder import model_fingerprint
 
     other = write_model(tmp_path / "other", hidden_size=64)
     folder = tmp_path / "run"
@@ -598,7 +599,7 @@ def test_ppo_preflight_run_folder_of_another_model(make, tmp_path):
 
 def test_ppo_preflight_checkpoint_of_another_model(make, tmp_path):
     """A checkpoint that is named outright, in the folder of another model's run."""
-    from ostinato.ppo.checkpoint import model_fingerprint
+    from ostinato.ppo.run_folder import model_fingerprint
 
     other = write_model(tmp_path / "other", hidden_size=64)
     checkpoint = tmp_path / "run" / "global_step_5"
@@ -677,7 +678,7 @@ def test_ppo_preflight_launch_refuses_what_the_machine_lacks(make, monkeypatch):
 def test_ppo_preflight_launch_refuses_an_adapter_without_peft(make, monkeypatch):
     config = make(**{"actor_rollout_ref.model.lora_rank": 8, "trainer.device": "cpu"})
     check_launch(config)
-    monkeypatch.setattr("ostinato.ppo.preflight.find_spec", lambda module: None)
+    monkeypatch.setattr("ostinato.ppo.preflight_launch.find_spec", lambda module: None)
     with pytest.raises(LaunchError, match=r"pip install 'ostinato-workers-fsdp\[lora\]'"):
         check_launch(config)
 

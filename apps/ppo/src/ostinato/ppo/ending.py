@@ -78,7 +78,7 @@ def outlook(config: PpoConfig) -> str:
     Args:
         config: the run's configuration.
     """
-    from ostinato.ppo.checkpoint import complete_steps
+    from ostinato.ppo.run_folder import complete_steps
 
     trainer = config.trainer
     folder = Path(trainer.default_local_dir)

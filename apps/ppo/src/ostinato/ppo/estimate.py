@@ -40,21 +40,6 @@ READS = (
     "rollout_id",
 )
 
-OFFERED = (
-    "values",
-    "groups",
-    "rollouts",
-    "gamma",
-    "lam",
-    "norm_adv_by_std_in_grpo",
-    "reward_baselines",
-    "log_probs",
-    "sum_pi_squared",
-    "reward_scores",
-    "weights",
-)
-"""The keywords that an estimator may name in its signature and gets (`register_adv_est`)."""
-
 
 def correct(batch: DataProto, correction: RolloutCorrectionConfig) -> DataProto:
     """Account for the gap between the policy that sampled and the one that is trained from.

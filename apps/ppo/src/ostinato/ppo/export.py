@@ -129,7 +129,7 @@ def find_role(path: Path, role: str) -> Path:
     Raises:
         CheckpointError: there is no whole checkpoint, or the role has no part in it.
     """
-    from ostinato.ppo.checkpoint import MARKER, complete_steps
+    from ostinato.ppo.run_folder import MARKER, complete_steps
     from ostinato.workers.core.checkpoint import ROLE_FILE
 
     if not path.is_dir():

@@ -1,4 +1,4 @@
-"""The checks of a run: `check` before anything starts, `check_launch` where it is about to start.
+"""The checks of a run before anything starts; `preflight_launch` has those where it is about to start.
 
 The static checks need no network and look neither at hardware nor at installed engines, so that a run for a cluster can
 be checked on a laptop. They collect every fault; what is allowed but probably not meant is a warning.
@@ -11,12 +11,12 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from typing import Any
 
 from ostinato.ppo.config import PpoConfig, sharing_ranks
-from ostinato.ppo.errors import ConfigError, LaunchError, Problem
+from ostinato.ppo.errors import ConfigError, Problem
 from ostinato.ppo.facts import DataFacts, ModelFacts, TokenizerFacts
+from ostinato.workers.core.config import PolicyLossConfig
 
 logger = logging.getLogger(__name__)
 
@@ -116,7 +116,7 @@ def one_of(name: object, known: Iterable[str]) -> str:
 
 def _algorithm(checked: Checked) -> None:
     from ostinato.algos import adv_estimators, keywords
-    from ostinato.ppo.estimate import OFFERED
+    from ostinato.ppo.sections import OFFERED
 
     algorithm, n = checked.config.algorithm, checked.config.actor_rollout_ref.rollout.n
     key, name = "algorithm.adv_estimator", algorithm.adv_estimator
@@ -149,27 +149,36 @@ def _algorithm(checked: Checked) -> None:
 
 
 def _policy_loss(checked: Checked) -> None:
-    from ostinato.algos import get_policy_loss, get_token_selector, policy_losses
-    from ostinato.workers.core.errors import ConfigError as WorkerConfigError
-    from ostinato.workers.core.losses import policy_loss_arguments
+    from ostinato.algos import policy_losses
 
     actor = checked.config.actor_rollout_ref.actor
     loss = actor.policy_loss
-    key = f"{ACTOR}.policy_loss"
     if loss.loss_mode not in policy_losses():
-        checked.refuse(f"{key}.loss_mode", one_of(loss.loss_mode, policy_losses()))
+        checked.refuse(f"{ACTOR}.policy_loss.loss_mode", one_of(loss.loss_mode, policy_losses()))
         return
-    try:
-        policy_loss_arguments(get_policy_loss(loss.loss_mode), get_token_selector(loss.loss_mode), actor)
-    except WorkerConfigError as error:
-        name, _, text = str(error).partition(": ")
-        checked.refuse(name, text)
+    if loss != PolicyLossConfig():  # the default has all it needs; what tells of the others imports tensordict
+        _loss_arguments(checked)
     if loss.loss_mode in SEQUENCE_LOSSES and actor.loss_agg_mode != SEQUENCE_MODE:
         checked.warn(
             f"{ACTOR}.loss_agg_mode",
             f"{loss.loss_mode} is defined on sequences, which {SEQUENCE_MODE} weighs alike; {actor.loss_agg_mode} does "
             "not",
         )
+
+
+def _loss_arguments(checked: Checked) -> None:
+    """Try what the policy loss and its token selector are called with: the same code reads it in the run."""
+    from ostinato.algos import get_policy_loss, get_token_selector
+    from ostinato.workers.core.errors import ConfigError as WorkerConfigError
+    from ostinato.workers.core.losses import policy_loss_arguments
+
+    actor = checked.config.actor_rollout_ref.actor
+    mode = actor.policy_loss.loss_mode
+    try:
+        policy_loss_arguments(get_policy_loss(mode), get_token_selector(mode), actor)
+    except WorkerConfigError as error:
+        name, _, text = str(error).partition(": ")
+        checked.refuse(name, text)
 
 
 def _kl(checked: Checked) -> None:
@@ -350,51 +359,3 @@ def _lengths(checked: Checked) -> None:
         checked.warn(
             f"{ACTOR}.ppo_max_token_len_per_gpu", f"{budget} tokens are less than one full row ({text}); it runs alone"
         )
-
-
-def check_launch(config: PpoConfig) -> None:
-    """Refuse what this machine cannot run; called where the run is about to start, with `trainer.device` settled.
-
-    Args:
-        config: a configuration that passed `check`.
-
-    Raises:
-        LaunchError: GPUs are missing, or an engine or a tracker is not installed; the text lists all of it.
-    """
-    lacks = [*_missing_gpus(config), *_missing_software(config)]
-    if lacks:
-        raise LaunchError("this machine cannot run it:\n" + "\n".join(f"  {lack}" for lack in lacks))
-
-
-def _missing_gpus(config: PpoConfig) -> Iterator[str]:
-    import os
-
-    import torch
-
-    trainer = config.trainer
-    if trainer.device != "cuda" or (trainer.backend == "ray" and os.environ.get("RAY_ADDRESS")):
-        return  # on a cluster the GPUs are counted where the worker groups are placed
-    found = torch.cuda.device_count()
-    if trainer.nnodes == 1 and found < trainer.n_gpus_per_node:
-        yield (
-            f"trainer.n_gpus_per_node={trainer.n_gpus_per_node} GPUs were asked for and {found} found. Lower it, set "
-            "trainer.device=cpu, or set RAY_ADDRESS to a cluster that has them"
-        )
-
-
-def _missing_software(config: PpoConfig) -> Iterator[str]:
-    from ostinato.ppo.loggers import TrackingError
-    from ostinato.ppo.loggers import check_installed as check_loggers
-    from ostinato.ppo.preflight_megatron import missing
-    from ostinato.rollout import RolloutError, check_installed
-
-    yield from missing(config)
-    name, trackers = config.actor_rollout_ref.rollout.name, config.trainer.logger
-    for find in (lambda: check_installed(name), lambda: check_loggers(trackers)):
-        try:
-            find()
-        except (RolloutError, TrackingError) as error:
-            yield str(error)
-    adapts = config.actor_rollout_ref.model.lora_rank or (config.needs_critic and config.critic.model.lora_rank)
-    if adapts and find_spec("peft") is None:
-        yield "model.lora_rank: adapters need peft, which is missing: pip install 'ostinato-workers-fsdp[lora]'"

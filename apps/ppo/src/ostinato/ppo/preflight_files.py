@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ostinato.ppo.facts import DataFacts, ModelFacts, Unreadable, model_folder, read_data, read_model, read_tokenizer
+from ostinato.ppo.run_folder import MARKER, complete_steps, model_fingerprint
+from ostinato.ppo.sections import RewardManagerConfig
 
 if TYPE_CHECKING:
     from ostinato.ppo.preflight import Checked
@@ -218,15 +220,17 @@ _REWARD = "custom_reward_function"
 
 
 def _reward_manager(checked: Checked) -> None:
-    """The manager is known, and has what it needs."""
+    """The manager is known, and has what it needs; the default needs nothing, and no import of what it scores with."""
+    config = checked.config
+    manager, key, limit = config.reward_manager, "reward_manager.name", config.data.max_response_length
+    if manager.name == RewardManagerConfig.name:
+        return
     from ostinato.ppo.preflight import one_of
     from ostinato.ppo.rewards import reward_managers
 
-    config = checked.config
-    manager, key, limit = config.reward_manager, "reward_manager.name", config.data.max_response_length
     if manager.name not in reward_managers():
         checked.refuse(key, one_of(manager.name, reward_managers()))
-    elif config.reward_model.enable and manager.name != "naive":
+    elif config.reward_model.enable:
         checked.warn(key, f"{manager.name} has no effect with reward_model.enable=True")
     elif manager.name == "batch" and config.custom_reward_function.path is None:
         checked.refuse(
@@ -242,7 +246,6 @@ def _reward_manager(checked: Checked) -> None:
 
 def run_folder(checked: Checked) -> None:
     """Loggers known, the checkpoint to resume from there, the run folder not another model's."""
-    from ostinato.ppo.checkpoint import complete_steps
     from ostinato.ppo.loggers import LOGGERS
 
     trainer = checked.config.trainer
@@ -267,8 +270,6 @@ def run_folder(checked: Checked) -> None:
 
 
 def _resume_path(checked: Checked, path: str | None) -> None:
-    from ostinato.ppo.checkpoint import MARKER
-
     key = "trainer.resume_from_path"
     if not path:
         checked.refuse(key, "not set, and trainer.resume_mode=resume_path needs it", "trainer.resume_mode")
@@ -295,8 +296,6 @@ def _same_model(checked: Checked, folder: Path, actor: ModelFacts) -> None:
 
 def _other_model(checked: Checked, key: str, folder: Path, actor: ModelFacts) -> str | None:
     """The model whose checkpoints a run folder holds, where that is not the actor's."""
-    from ostinato.ppo.checkpoint import complete_steps, model_fingerprint
-
     if not (folder / "run.json").exists():
         return None
     try:

@@ -1,4 +1,4 @@
-"""What `check` and `check_launch` look at where a role trains on Megatron-Core."""
+"""What the checks look at where a role trains on Megatron-Core, before a run and where it is about to start."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def run(config: PpoConfig, on_event: Callable[[Event], None]) -> None:
     Raises:
         LaunchError: this machine or cluster lacks what the configuration asks for.
     """
-    from ostinato.ppo.preflight import check_launch
+    from ostinato.ppo.preflight_launch import check_launch
 
     config = with_device(config)
     check_launch(config)
@@ -68,11 +68,12 @@ def train(config: PpoConfig, *, emit: Callable[[Event], None]) -> None:
         emit: receives the run's events.
     """
     from ostinato.ppo import curve
-    from ostinato.ppo.checkpoint import Checkpoints, model_fingerprint
+    from ostinato.ppo.checkpoint import Checkpoints
     from ostinato.ppo.data import Schedule, load_tokenizer
     from ostinato.ppo.dump import observers
     from ostinato.ppo.placement import open_backend, place
     from ostinato.ppo.rewards import build_reward
+    from ostinato.ppo.run_folder import model_fingerprint
     from ostinato.ppo.tracking import Tracker
     from ostinato.ppo.trainer import Trainer
     from ostinato.ppo.validation import Validation

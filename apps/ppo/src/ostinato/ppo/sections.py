@@ -135,6 +135,22 @@ class AlgorithmConfig:
                 raise ValueError(f"{name}: expected a number from 0 to 1, got {getattr(self, name)}")
 
 
+OFFERED = (
+    "values",
+    "groups",
+    "rollouts",
+    "gamma",
+    "lam",
+    "norm_adv_by_std_in_grpo",
+    "reward_baselines",
+    "log_probs",
+    "sum_pi_squared",
+    "reward_scores",
+    "weights",
+)
+"""The keywords that an estimator may name in its signature and gets (`register_adv_est`)."""
+
+
 @dataclass(frozen=True)
 class TrainerConfig:
     """The run: how long, where, and what it leaves behind.
