@@ -16,7 +16,7 @@ def stream(*sizes: int, dtype=torch.float32):
         view.fill_(-1)
 
 
-QUARTER = 1 << 16  # float32 elements in a quarter of a megabyte
+QUARTER = (1 << 20) * 7 // 8 // 4 // 4  # floats: a quarter of what a bucket of 1 MiB takes
 
 
 @pytest.mark.parametrize(

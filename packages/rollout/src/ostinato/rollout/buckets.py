@@ -59,14 +59,17 @@ def buckets(
 
     Args:
         stream: names and full tensors of any dtype and device.
-        megabytes: most bytes of a bucket, in units of 2**20.
+        megabytes: what a bucket may take, in units of 2**20. An eighth of it is left free for the tensor that the stream
+            is making, so that all of it takes two buckets and no more, unless a tensor is larger than that.
         dtypes: dtype to cast to, by name; a name that is absent keeps its dtype.
         total_bytes: what `aligned_bytes` gives for all tensors together, where known: no buffer is made larger.
 
     Yields:
         Non-empty lists of (name, tensor), in the order of the stream.
     """
-    capacity = megabytes << 20 if total_bytes is None else min(megabytes << 20, total_bytes)
+    capacity = (megabytes << 20) * 7 // 8
+    if total_bytes is not None:
+        capacity = min(capacity, total_bytes)
     flats = [_Flat(capacity), _Flat(capacity)]
     current = 0
     for name, tensor in stream:
@@ -80,8 +83,9 @@ def buckets(
                 flats[current] = _Flat(capacity)
         if num_bytes > capacity:
             yield [(name, tensor.detach().to(dtype, copy=True))]
-            continue
-        flats[current].add(name, tensor.detach(), dtype)
+        else:
+            flats[current].add(name, tensor.detach(), dtype)
+        del tensor  # or it would live until the next one is there
     if flats[current].entries:
         yield flats[current].take()
 

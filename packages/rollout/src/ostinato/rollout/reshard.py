@@ -56,6 +56,7 @@ class _Watched:
             if self._check or name in self._groups:
                 self._sum(name, target, tensor)
             yield target, tensor
+            del tensor  # before the source makes the next one
         missing = tuple(name for name, spec in self._specs.items() if name not in seen and spec.tied_to is None)
         if missing:
             raise WeightMismatchError(

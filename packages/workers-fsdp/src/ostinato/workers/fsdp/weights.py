@@ -140,6 +140,7 @@ class FsdpWeightSource:
                 yield self._plain[name], full
             else:
                 yield from self._in_folder(name, full).items()
+            del full  # before the next one is gathered
 
     def _full(self, parameter: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
         return gather(cast(DTensor, parameter), self._device, dtype)
