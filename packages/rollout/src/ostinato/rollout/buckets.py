@@ -59,8 +59,8 @@ def buckets(
 
     Args:
         stream: names and full tensors of any dtype and device.
-        megabytes: what a bucket may take, in units of 2**20. An eighth of it is left free for the tensor that the stream
-            is making, so that all of it takes two buckets and no more, unless a tensor is larger than that.
+        megabytes: what a bucket may take, in units of 2**20. An eighth of it is left free for the tensor that the
+            stream is making, so that all takes two buckets and no more, unless a tensor is larger than that.
         dtypes: dtype to cast to, by name; a name that is absent keeps its dtype.
         total_bytes: what `aligned_bytes` gives for all tensors together, where known: no buffer is made larger.
 
