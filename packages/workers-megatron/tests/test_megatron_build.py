@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 
 import pytest
 import torch
@@ -71,6 +72,16 @@ def test_megatron_has_one_layout_a_process(megatron_workspace):
     engine(megatron_workspace / "lm").build()
     with pytest.raises(LayoutConflictError, match="expert_tensor_parallel_size"):
         engine(megatron_workspace / "lm", expert_tensor_parallel_size=1).build()
+
+
+def test_megatron_layers_of_its_own_leave_the_environment_alone(megatron_workspace, monkeypatch):
+    """Megatron-Core writes `attention_backend` there and refuses a second model of the process with another one."""
+    monkeypatch.setenv("NVTE_FLASH_ATTN", "0")
+    monkeypatch.delenv("NVTE_FUSED_ATTN", raising=False)
+    for backend in ("auto", "local"):
+        settings = {"transformer_impl": "local", "attention_backend": backend}
+        engine(megatron_workspace / "lm", override_transformer_config=settings).build()
+    assert (os.environ["NVTE_FLASH_ATTN"], os.environ.get("NVTE_FUSED_ATTN")) == ("0", None)
 
 
 def test_megatron_refuses_calls_out_of_order(megatron_workspace):

@@ -9,10 +9,11 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -23,6 +24,7 @@ from ostinato.workers.core.engine import Head
 from ostinato.workers.core.optim import OptimConfig
 from ostinato.workers.core.value_head import fresh_value_head
 from ostinato.workers.megatron.architecture import Architecture
+from ostinato.workers.megatron.attention import RowAttention, runs_kernel, switches_kept
 from ostinato.workers.megatron.config import MegatronConfig, layout_problems
 from ostinato.workers.megatron.errors import (
     MegatronConfigError,
@@ -51,7 +53,7 @@ class Built:
         chunks: the pieces that this stage holds, wrapped for training where they are trained; one unless interleaved.
         parts: every parameter of the whole model.
         parameters: name in the whole model -> this rank's tensor, for the parts that lie here.
-        thd: whether packed rows run as such (TransformerEngine), or under a mask.
+        rows: how packed rows run: TransformerEngine's `thd`, PyTorch's `kernel`, or under a `mask`.
     """
 
     architecture: Architecture
@@ -60,7 +62,7 @@ class Built:
     chunks: list[nn.Module]
     parts: list[Part]
     parameters: dict[str, nn.Parameter]
-    thd: bool
+    rows: Literal["thd", "kernel", "mask"]
 
     @property
     def modules(self) -> list[Any]:
@@ -166,6 +168,7 @@ def transformer_config(
         "moe_token_dispatcher_type": "alltoall",  # the one that takes ranks with different numbers of tokens
         "deallocate_pipeline_outputs": True,
         "gradient_accumulation_fusion": False,
+        "apply_rope_fusion": te,  # otherwise thd loops over rows, with two waits for the device a layer
         "transformer_impl": "transformer_engine" if te else "local",
         "sequence_parallel": config.sequence_parallel,
         **{name: size for name, size in config.sizes.items() if size is not None},
@@ -220,11 +223,15 @@ def build_model(
     te = uses_transformer_engine(config)
     transformer = transformer_config(a, config, model, device, te=te, trainable=trainable)
     virtual = config.virtual_pipeline_model_parallel_size
-    pieces = [
-        _piece(a, head, transformer, te, stage if virtual else None, state.get_tensor_model_parallel_world_size())
-        for stage in range(virtual or 1)
-    ]
+    with nullcontext() if te else switches_kept():
+        pieces = [
+            _piece(a, head, transformer, te, stage if virtual else None, state.get_tensor_model_parallel_world_size())
+            for stage in range(virtual or 1)
+        ]
+    rows: Literal["thd", "kernel", "mask"] = "thd" if te else "kernel" if runs_kernel(transformer, device) else "mask"
     for piece in pieces:
+        if rows == "kernel":
+            _take_kernel(piece)
         piece.to(device)
         piece.requires_grad_(trainable)
     parts = table(a, head)
@@ -232,7 +239,12 @@ def build_model(
     _read_weights(a, model, parts, parameters, require_head=not trainable)
     chunks = [_wrapped(piece, transformer, config, index, trainable) for index, piece in enumerate(pieces)]
     # A wrapper may have replaced a parameter's tensor (bf16, buffers); the names are read anew.
-    return Built(a, head, transformer, chunks, parts, whole_names([bare(chunk) for chunk in chunks], a), te)
+    return Built(a, head, transformer, chunks, parts, whole_names([bare(chunk) for chunk in chunks], a), rows)
+
+
+def _take_kernel(piece: Any) -> None:
+    for layer in piece.decoder.layers:
+        layer.self_attention.core_attention = RowAttention(layer.self_attention.core_attention)
 
 
 def _piece(a: Architecture, head: Head, transformer: Any, te: bool, virtual_stage: int | None, tp: int) -> nn.Module:

@@ -172,6 +172,8 @@ def _reset_state(optimizer: Any, *, filled: bool) -> None:
         if adam is None:
             continue
         adam.state.clear()
+        for group in adam.param_groups:
+            group.pop("step", None)  # TransformerEngine's counts here
         if not filled:
             continue
         if not isinstance(adam, torch.optim.AdamW):

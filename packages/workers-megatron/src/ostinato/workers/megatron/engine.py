@@ -75,6 +75,11 @@ class MegatronEngine:
             self._optim_config.check_resolved()
         for key, text in foreign_settings(self._model_config, self._optim_config):
             raise MegatronConfigError(f"{key}: {text}")
+        if self._config.context_parallel_size > 1 and not self._model_config.use_remove_padding:
+            raise MegatronConfigError(
+                "model.use_remove_padding: False, but context-parallel ranks share packed rows; set it to True, or "
+                "megatron.context_parallel_size to 1"
+            )
         from ostinato.workers.megatron import build
         from ostinato.workers.megatron.architecture import read_architecture
         from ostinato.workers.megatron.offload import GradientBuffers, HostCopies
@@ -92,8 +97,7 @@ class MegatronEngine:
         self._layout = Layout(
             head=self._head,
             vocab_size=a.vocab_size,
-            thd=built.thd and model.use_remove_padding,
-            padded=not model.use_remove_padding,
+            rows=built.rows if model.use_remove_padding else "padded",
             tp=config.tensor_model_parallel_size,
             cp=config.context_parallel_size,
             sequence_parallel=config.sequence_parallel,

@@ -1,13 +1,14 @@
 """From packed rows to what Megatron's model is called with, and from its hidden states to what it says.
 
-TransformerEngine's attention takes packed rows as they are (`thd`). Megatron's own attention takes a mask: packed rows
-become one sequence under a block-diagonal mask, whose cost grows with the square of the pack.
+TransformerEngine's attention takes packed rows as they are (`thd`), and so does PyTorch's kernel in Megatron's own
+layers (`kernel`). Where that does not run, Megatron's own attention takes a mask (`mask`): packed rows become one
+sequence under a block-diagonal mask, whose cost grows with the square of the pack.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -17,6 +18,9 @@ from ostinato.workers.core.microbatch import PackedRows
 from ostinato.workers.megatron.parallel import import_megatron
 from ostinato.workers.megatron.vocab import vocab_parallel_outputs
 
+Rows = Literal["thd", "kernel", "mask", "padded"]
+"""How rows lie before the attention; the last one is a padded batch."""
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -25,8 +29,7 @@ class Layout:
     Attributes:
         head: "lm" or "value".
         vocab_size: tokens, without padding.
-        thd: packed rows run as such.
-        padded: a padded batch instead of packed rows.
+        rows: how rows lie before the attention.
         tp: tensor-parallel size.
         cp: context-parallel size.
         sequence_parallel: whether hidden states come dealt over the tensor-parallel ranks.
@@ -34,15 +37,14 @@ class Layout:
 
     head: Head
     vocab_size: int
-    thd: bool
-    padded: bool
+    rows: Rows
     tp: int
     cp: int
     sequence_parallel: bool
 
     @property
     def multiple(self) -> int:
-        """What the length of every row must be a multiple of (`thd`), or of the whole pack."""
+        """What the length of every row must be a multiple of."""
         return (self.tp if self.sequence_parallel else 1) * (2 * self.cp if self.cp > 1 else 1)
 
 
@@ -52,7 +54,7 @@ class Inputs:
 
     Attributes:
         arguments: of GPTModel's forward.
-        rotary: position ids and the longest row, for `PackedRotary`; None where Megatron counts itself.
+        rotary: position ids and the longest row, for `PackedRotary`; None where Megatron counts from 0 itself.
         predict: (N,) positions in the flattened output, (S·b) in the order (position, row).
     """
 
@@ -66,9 +68,11 @@ def model_inputs(packed: PackedRows, layout: Layout) -> Inputs:
 
     A micro-batch without tokens runs one token that nothing reads, because other ranks wait in the same collectives.
     """
-    if layout.padded:
-        return _padded(packed)
-    return _thd(packed, layout) if layout.thd else _masked(packed)
+    if layout.rows == "padded":
+        return _padded(packed, layout)
+    if layout.rows == "thd":
+        return _thd(packed, layout)
+    return _kernel(packed) if layout.rows == "kernel" else _masked(packed)
 
 
 def _masked(packed: PackedRows) -> Inputs:
@@ -81,9 +85,38 @@ def _masked(packed: PackedRows) -> Inputs:
     return Inputs(arguments, (positions, max(packed.max_seqlen, 1)), packed.predict)
 
 
-def _padded(packed: PackedRows) -> Inputs:
+def _kernel(packed: PackedRows) -> Inputs:
+    """Packed rows for `RowAttention`: one sequence to Megatron, with boundaries that only the attention reads."""
+    ids, positions, cu_seqlens = _tokens(packed)
+    longest = max(packed.max_seqlen, 1)
+    arguments = {
+        "input_ids": ids[None],
+        "position_ids": positions[None],
+        "attention_mask": None,
+        "packed_seq_params": _boundaries("sbhd", cu_seqlens, longest),
+    }
+    return Inputs(arguments, (positions, longest), packed.predict)
+
+
+def _boundaries(qkv_format: str, cu_seqlens: torch.Tensor, longest: int, starts: torch.Tensor | None = None) -> Any:
+    """Megatron's PackedSeqParams; `starts` only where rows are padded, or TransformerEngine takes that for granted."""
+    rows = cu_seqlens.to(torch.int32)
+    places = None if starts is None else starts.to(torch.int32)
+    return import_megatron("packed_seq_params").PackedSeqParams(
+        qkv_format=qkv_format,
+        cu_seqlens_q=rows,
+        cu_seqlens_kv=rows,
+        cu_seqlens_q_padded=places,
+        cu_seqlens_kv_padded=places,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+    )
+
+
+def _padded(packed: PackedRows, layout: Layout) -> Inputs:
     cu_seqlens = packed.cu_seqlens.to(torch.int64)
-    num_rows, width = max(len(cu_seqlens) - 1, 1), max(packed.max_seqlen, 1)
+    num_rows = max(len(cu_seqlens) - 1, 1)
+    width = -(-max(packed.max_seqlen, 1) // layout.multiple) * layout.multiple
     tokens = torch.arange(packed.input_ids.numel(), device=packed.input_ids.device)
     row = torch.bucketize(tokens, cu_seqlens[1:], right=True)
     column = packed.position_ids
@@ -100,6 +133,14 @@ def _padded(packed: PackedRows) -> Inputs:
 def _thd(packed: PackedRows, layout: Layout) -> Inputs:
     """Packed rows for TransformerEngine, each padded to `layout.multiple` and dealt over context-parallel ranks."""
     ids, positions, cu_seqlens = _tokens(packed)
+    if layout.multiple == 1:
+        arguments = {
+            "input_ids": ids[None],
+            "position_ids": positions[None],
+            "attention_mask": None,
+            "packed_seq_params": _boundaries("thd", cu_seqlens, max(packed.max_seqlen, 1)),
+        }
+        return Inputs(arguments, None, packed.predict)
     lengths = cu_seqlens.diff()
     padded = (lengths + layout.multiple - 1) // layout.multiple * layout.multiple
     starts = torch.cat([padded.new_zeros(1), padded.cumsum(0)])
@@ -108,15 +149,7 @@ def _thd(packed: PackedRows, layout: Layout) -> Inputs:
     total = int(starts[-1])
     wide_ids, wide_positions = ids.new_zeros(total), positions.new_zeros(total)
     wide_ids[place], wide_positions[place] = ids, positions
-    longest = int(padded.max())
-    bounds = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_kv": cu_seqlens}
-    bounds |= {"cu_seqlens_q_padded": starts, "cu_seqlens_kv_padded": starts}
-    params = import_megatron("packed_seq_params").PackedSeqParams(
-        qkv_format="thd",
-        max_seqlen_q=longest,
-        max_seqlen_kv=longest,
-        **{name: value.to(torch.int32) for name, value in bounds.items()},
-    )
+    params = _boundaries("thd", cu_seqlens, int(padded.max()), starts)
     if layout.cp > 1:
         mine = _context_rows(starts, layout.cp, import_megatron("parallel_state").get_context_parallel_rank())
         wide_ids, wide_positions = wide_ids[mine], wide_positions[mine]
