@@ -10,7 +10,8 @@ from ostinato.workers.core.testing.lora import ADAPTER, with_model
 from ostinato.workers.core.testing.oracle import assert_same_weights, start
 from ostinato.workers.core.testing.spawn import spawn
 from ostinato.workers.fsdp.saved import SavedWeights
-from ostinato.workers.fsdp.testing import four_ranks, fsdp, two_ranks
+from ostinato.workers.fsdp.testing import fsdp, parity
+from ostinato.workers.fsdp.testing.runs import four_ranks, two_ranks
 
 
 @pytest.fixture
@@ -47,7 +48,7 @@ def test_fsdp_many_ranks(workspace, large):
     (workspace / "adapted" / "lm").symlink_to(workspace / "lm")
     first, second = spawn(two_ranks, 2, workspace, "cpu", large)
     assert first == second
-    assert len(first) == len(conformance.CHECKS) + 15
+    assert len(first) == len(conformance.CHECKS) + len(parity.TABLE)
     conformance.load_from_other_world(fsdp(), workspace)
     conformance.load_from_other_world(with_model(fsdp(), **ADAPTER), workspace / "adapted")
     whole = start(fsdp(), workspace / "lm")

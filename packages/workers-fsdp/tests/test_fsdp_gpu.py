@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ostinato.workers.core.testing.spawn import spawn
-from ostinato.workers.fsdp.testing import one_gpu, one_rank_saves, two_ranks
+from ostinato.workers.fsdp.testing.runs import one_gpu, one_rank_saves, two_ranks
 
 
 @pytest.mark.gpu

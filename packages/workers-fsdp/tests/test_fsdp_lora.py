@@ -13,7 +13,7 @@ from ostinato.rollout import RolloutConfig
 from ostinato.workers.core import ActorConfig, ActorRolloutRefConfig, ActorRolloutRefWorker
 from ostinato.workers.core.config import ModelConfig, OptimConfig
 from ostinato.workers.core.testing import tiny_causal_lm
-from ostinato.workers.core.testing.lora import ADAPTER
+from ostinato.workers.core.testing.lora import ADAPTER, check_lora
 from ostinato.workers.core.testing.oracle import STILL, make_rows, start
 from ostinato.workers.fsdp import FsdpEngine
 from ostinato.workers.fsdp.errors import CheckpointError, FsdpConfigError
@@ -27,6 +27,10 @@ def _build(path, head="lm", **model):
     engine = FsdpEngine(head=head, model=ModelConfig(path=str(path), **model))
     engine.build()
     return engine
+
+
+def test_lora_trains_as_peft_does(workspace):
+    check_lora(fsdp(), workspace)
 
 
 def test_lora_trains_the_adapter_alone(workspace):

@@ -14,6 +14,8 @@ from ostinato.workers.core.engine import TokenOutputs, TrainEngine
 from ostinato.workers.core.microbatch import PackedRows
 from ostinato.workers.core.optim import OptimConfig
 from ostinato.workers.core.testing.oracle import (
+    STILL,
+    Driver,
     MakeEngine,
     Oracle,
     assert_near,
@@ -49,23 +51,24 @@ def check_lora(make_engine: MakeEngine, workspace: Path) -> None:
         place = driver.engine.coordinates
         path = workspace / "checkpoints" / f"lora-{name}-{place.dp_size}"
         driver.engine.save(path)
-        oracle = _oracle(workspace / name, head, optim, driver.engine.device, path)
+        oracle = adapted_oracle(workspace / name, head, optim, driver.engine.device, path)
         assert_same_weights(before, Oracle(workspace / name, head, optim, driver.engine.device).state(), rtol=0)
         for step in range(3):
             rows = make_rows(8, seed=10 + step)
             loss, stats = driver.train(rows, size=1 + step)
             assert_near(f"{name} loss of step {step}", loss, oracle.loss(rows))
             assert_near(f"{name} gradient norm of step {step}", stats.grad_norm, oracle.step().grad_norm)
-        _check_base(driver, workspace / name, head, optim)
+        check_base(driver, workspace / name)
         trained = workspace / "checkpoints" / f"lora-{name}-{place.dp_size}-trained"
         driver.engine.save(trained)
-        saved = _oracle(workspace / name, head, optim, driver.engine.device, trained)
+        saved = adapted_oracle(workspace / name, head, optim, driver.engine.device, trained)
         for reference in (oracle, saved):
-            merged: Any = reference.peft.merge_and_unload()  # pyright: ignore[reportAttributeAccessIssue]
+            merged: Any = reference.peft.merge_and_unload()
             assert_same_weights(driver.state(), dict(merged.named_parameters()))
 
 
-def _oracle(folder: Path, head: str, optim: OptimConfig, device: torch.device, checkpoint: Path) -> Oracle:
+def adapted_oracle(folder: Path, head: str, optim: OptimConfig, device: torch.device, checkpoint: Path) -> Any:
+    """PEFT's own training of an adapter that an engine has saved; `peft` is the model with the adapter."""
     from peft import PeftModel
 
     oracle: Any = Oracle(folder, head, optim, device)
@@ -78,9 +81,9 @@ def _oracle(folder: Path, head: str, optim: OptimConfig, device: torch.device, c
     return oracle
 
 
-def _check_base(driver: Any, folder: Path, head: str, optim: OptimConfig) -> None:
+def check_base(driver: Driver, folder: Path) -> None:
     """With the adapter off the trained model says what the folder's says; on again, it does not."""
-    if head != "lm":
+    if driver.head != "lm":
         return
 
     def collect(outputs: TokenOutputs, packed: PackedRows) -> torch.Tensor:
@@ -88,7 +91,7 @@ def _check_base(driver: Any, folder: Path, head: str, optim: OptimConfig) -> Non
         return packed.to_response(outputs.log_probs)
 
     mine = driver.mine(make_rows(4, seed=1))
-    expected, _ = Oracle(folder, head, optim, driver.engine.device).all_outputs(mine)
+    expected, _ = Oracle(folder, driver.head, STILL, driver.engine.device).all_outputs(mine)
     packed = driver.packed(mine, 4)
     for adapter in (False, True):
         got = driver.engine.forward(packed, collect, adapter=adapter)
