@@ -1,14 +1,14 @@
 """One update of the policy on ragged rows: the Megatron engine beside the FSDP engine, in one run.
 
-    python benchmarks/workers-megatron/bench_update.py                                  # CPU, a tiny model
+    python benchmarks/workers-megatron/bench_update.py                                               # CPU, a tiny model
+    python benchmarks/workers-megatron/bench_update.py --device cuda --model 0.5b --response-length 512        # one GPU
     torchrun --nproc-per-node 2 benchmarks/workers-megatron/bench_update.py \\
-        --device cuda --model 0.5b --response-length 512 --set tensor_model_parallel_size=2    # two GPUs
+        --device cuda --model 0.5b --response-length 512 --set tensor_model_parallel_size=2                   # two GPUs
 
-Random weights and tokens; both engines train on the same rows with the same loss, micro-batches of the same rows and
+Random weights and tokens; all engines train on the same rows with the same loss, micro-batches of the same rows and
 gradient checkpointing. They take turns and each one's fastest turn counts. On a CPU the time is that of the process and
-the weights are float32, on a GPU it is that of the clock and products are bf16. The ratio is what counts. Where the
-device's peak is known (or OSTINATO_DEVICE_TFLOPS says it), MFU is the share of all ranks' peaks; recomputation does not
-count.
+the weights are float32, on a GPU it is that of the clock and products are bf16. The ratio is what counts. README.md
+beside this file says what each entry of the output is.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import json
 import os
 import tempfile
 import time
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +44,15 @@ SHAPES: dict[str, tuple[int, int, int, int, int, int]] = {
 """Width, MLP width, layers, query heads, key/value heads, vocabulary of the Qwen2.5 models, and of one for a CPU."""
 
 
-def write_model(name: str, folder: Path) -> None:
-    """A random Qwen2 of one of the shapes."""
+LAYERS: dict[str, dict[str, str]] = {
+    "kernel": {"transformer_impl": "local"},
+    "mask": {"transformer_impl": "local", "attention_backend": "local"},
+}
+"""Megatron's own layers, with PyTorch's attention kernel and with Megatron's own attention under a mask."""
+
+
+def write_model(name: str, folder: Path, device: torch.device) -> None:
+    """A random Qwen2 of one of the shapes, made on the device."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     width, inner, layers, heads, kv_heads, vocabulary = SHAPES[name]
@@ -59,8 +67,14 @@ def write_model(name: str, folder: Path) -> None:
         tie_word_embeddings=False,
     )
     torch.manual_seed(0)
-    module: Any = Qwen2ForCausalLM(config)
-    module.to(torch.bfloat16 if name != "tiny" else torch.float32).save_pretrained(folder)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16 if device.type == "cuda" else torch.float32)
+    try:
+        with device:  # random weights of a large model take a CPU minutes
+            module: Any = Qwen2ForCausalLM(config)
+    finally:
+        torch.set_default_dtype(before)
+    module.save_pretrained(folder)
 
 
 def make_rows(num_rows: int, prompt: int, response: int, vocabulary: int) -> DataProto:
@@ -80,8 +94,23 @@ def make_rows(num_rows: int, prompt: int, response: int, vocabulary: int) -> Dat
     )
 
 
-def seconds_of(engine: Any, rows: DataProto, size: int) -> float:
-    """Time of one update: forward, backward, step."""
+@dataclass(frozen=True)
+class Turn:
+    """One update.
+
+    Attributes:
+        seconds: its time.
+        grad_norm: of its gradient.
+        gigabytes: device memory that it needed beyond what lay there; 0 on a CPU.
+    """
+
+    seconds: float
+    grad_norm: float
+    gigabytes: float
+
+
+def take_turn(engine: Any, rows: DataProto, size: int) -> Turn:
+    """Forward, backward, step."""
     place = engine.coordinates
     mine = rows.chunk(place.dp_size)[place.dp_rank]
     packed = [pack(mine[i : i + size], device=engine.device) for i in range(0, len(mine), size)]
@@ -92,15 +121,20 @@ def seconds_of(engine: Any, rows: DataProto, size: int) -> float:
         return -(part.to_response(outputs.log_probs) * advantages).sum() / tokens, None
 
     on_gpu = engine.device.type == "cuda"
+    before = 0
     if on_gpu:
         torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
     dist.barrier()
     began = time.perf_counter() if on_gpu else time.process_time()
     engine.forward_backward(packed, loss)
-    engine.optimizer_step()
+    stats = engine.optimizer_step()
     if on_gpu:
         torch.cuda.synchronize()
-    return (time.perf_counter() if on_gpu else time.process_time()) - began
+    seconds = (time.perf_counter() if on_gpu else time.process_time()) - began
+    peak = torch.cuda.max_memory_allocated() - before if on_gpu else 0
+    return Turn(seconds, stats.grad_norm, peak / 1e9)
 
 
 def value(text: str) -> Any:
@@ -118,6 +152,7 @@ def main() -> None:
     parser.add_argument("--prompt-length", type=int, default=32)
     parser.add_argument("--response-length", type=int, default=96)
     parser.add_argument("--turns", type=int, default=4)
+    parser.add_argument("--also", nargs="*", choices=list(LAYERS), default=[], help="Megatron's own layers too")
     parser.add_argument("--set", nargs="*", default=[], help="entries of MegatronConfig, name=value")
     arguments = parser.parse_args()
     if arguments.device == "cpu":
@@ -126,18 +161,20 @@ def main() -> None:
         cpu.install()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(os.environ.get("BENCH_FOLDER", name))
+        device = torch.device("cpu")
         if arguments.device == "cuda":
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+            device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+            torch.cuda.set_device(device)
+        backend = "cuda:nccl,cpu:gloo" if arguments.device == "cuda" else "gloo"
         if "RANK" in os.environ:
-            dist.init_process_group("cuda:nccl,cpu:gloo" if arguments.device == "cuda" else "gloo")
+            dist.init_process_group(backend)
         else:
-            backend = "cuda:nccl,cpu:gloo" if arguments.device == "cuda" else "gloo"
             dist.init_process_group(backend, store=FileStore(f"{name}/store", 1), rank=0, world_size=1)
         shared = [str(folder)]
         dist.broadcast_object_list(shared, src=0)
         folder = Path(shared[0])
         if dist.get_rank() == 0:
-            write_model(arguments.model, folder)
+            write_model(arguments.model, folder, device)
         dist.barrier()
         compare(arguments, folder)
         dist.destroy_process_group()
@@ -150,43 +187,41 @@ def compare(arguments: argparse.Namespace, folder: Path) -> None:
     settings = dict(entry.split("=", 1) for entry in arguments.set)
     megatron = MegatronConfig(**{name: value(text) for name, text in settings.items()})
     common: dict[str, Any] = {"head": "lm", "model": ModelConfig(path=str(folder)), "optim": OptimConfig(lr=1e-6)}
-    engines = {
+    engines: dict[str, Any] = {
         "fsdp": FsdpEngine(engine=FsdpConfig(), **common),
         "megatron": MegatronEngine(engine=megatron, **common),
     }
-    times: dict[str, list[float]] = {name: [] for name in engines}
+    for name in arguments.also:
+        layers = replace(megatron, override_transformer_config=LAYERS[name])
+        engines[f"megatron_{name}"] = MegatronEngine(engine=layers, **common)
+    turns: dict[str, list[Turn]] = {name: [] for name in engines}
     for engine in engines.values():
         engine.build()
-    for turn in range(arguments.turns + 1):
+    for _ in range(arguments.turns + 1):
         for name, engine in engines.items():
-            taken = seconds_of(engine, rows, arguments.micro_batch_rows)
-            if turn:  # the first one compiles and allocates
-                times[name].append(taken)
+            turns[name].append(take_turn(engine, rows, arguments.micro_batch_rows))
     tokens = float(rows.batch["attention_mask"].sum())
-    best = {name: min(taken) for name, taken in times.items()}
-    if dist.get_rank() == 0:
-        report: dict[str, float] = {
-            f"{name}_tokens_per_second": round(tokens / seconds) for name, seconds in best.items()
-        }
-        peak = peak_flops(engines["megatron"].device)
-        if peak:
-            flops = model_flops(read_model_config(str(folder)), head="lm")
-            assert flops is not None, "Qwen2 is counted"
-            done = 3 * flops.forward(rows.batch["attention_mask"].sum(1), int(rows.batch["response_mask"].sum()))
-            rate = peak * dist.get_world_size()
-            report |= {f"{name}_mfu": round(done / seconds / rate, 3) for name, seconds in best.items()}
-        ratio = round(best["fsdp"] / best["megatron"], 3)
-        print(
-            json.dumps(
-                {
-                    "model": arguments.model,
-                    "ranks": dist.get_world_size(),
-                    **settings,
-                    **report,
-                    "megatron_over_fsdp": ratio,
-                }
-            )
-        )
+    # The first turn compiles and allocates.
+    best = {name: min(turn.seconds for turn in taken[1:]) for name, taken in turns.items()}
+    if dist.get_rank() != 0:
+        return
+    first = {name: taken[0].grad_norm for name, taken in turns.items()}
+    report: dict[str, Any] = {"model": arguments.model, "ranks": dist.get_world_size(), **settings}
+    report |= {f"{name}_tokens_per_second": round(tokens / seconds) for name, seconds in best.items()}
+    if engines["fsdp"].device.type == "cuda":
+        report |= {f"{name}_gigabytes": round(taken[-1].gigabytes, 2) for name, taken in turns.items()}
+    peak = peak_flops(engines["megatron"].device)
+    if peak:
+        flops = model_flops(read_model_config(str(folder)), head="lm")
+        assert flops is not None, "Qwen2 is counted"
+        done = 3 * flops.forward(rows.batch["attention_mask"].sum(1), int(rows.batch["response_mask"].sum()))
+        rate = peak * dist.get_world_size()
+        report |= {f"{name}_mfu": round(done / seconds / rate, 3) for name, seconds in best.items()}
+    for name in engines:
+        if name != "fsdp":
+            report[f"{name}_over_fsdp"] = round(best["fsdp"] / best[name], 3)
+            report[f"{name}_grad_norm_off_by"] = f"{abs(first[name] / first['fsdp'] - 1):.1e}"
+    print(json.dumps(report))
 
 
 if __name__ == "__main__":
