@@ -68,6 +68,19 @@ def test_megatron_parallelism_that_needs_transformer_engine_says_so():
             uses_transformer_engine(MegatronConfig(**config))
 
 
+@pytest.mark.skipif(importlib.util.find_spec("transformer_engine") is not None, reason="TransformerEngine is there")
+def test_megatron_transformer_engine_that_does_not_fit_says_so(tmp_path, monkeypatch):
+    from ostinato.workers.megatron.build import uses_transformer_engine
+
+    (tmp_path / "transformer_engine").mkdir()
+    (tmp_path / "transformer_engine" / "__init__.py").write_text("raise OSError('undefined symbol')")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(TransformerEngineMissingError, match=r"OSError: undefined symbol.*transformer_impl to local"):
+        uses_transformer_engine(MegatronConfig())
+    settings = {"transformer_impl": "local"}
+    assert not uses_transformer_engine(MegatronConfig(override_transformer_config=settings))
+
+
 def test_megatron_has_one_layout_a_process(megatron_workspace):
     engine(megatron_workspace / "lm").build()
     with pytest.raises(LayoutConflictError, match="expert_tensor_parallel_size"):

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, Literal
 
@@ -110,6 +111,14 @@ def uses_transformer_engine(config: MegatronConfig) -> bool:
                 "pip install 'transformer-engine[pytorch]' (a GPU host), or set it to "
                 f"{'False' if 'sequence' in key else 1}"
             )
+    if chosen:
+        try:
+            import_module("transformer_engine.pytorch")
+        except Exception as error:  # a build for another torch, CUDA or Python fails in its own way
+            raise TransformerEngineMissingError(
+                f"transformer_engine is installed but cannot be imported ({type(error).__name__}: {error}). Install "
+                "one that fits this torch, or set megatron.override_transformer_config.transformer_impl to local"
+            ) from error
     return chosen
 
 
