@@ -1,14 +1,17 @@
 from __future__ import annotations
 
 import errno
+import signal
 import threading
 
 import pytest
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from ostinato.workers.core.testing.oracle import assert_same_weights, make_rows, start
+from ostinato.workers.core.testing.spawn import SpawnError, spawn
 from ostinato.workers.fsdp.errors import CheckpointError
 from ostinato.workers.fsdp.testing import fsdp
+from ostinato.workers.fsdp.testing.runs import two_ranks_lose_one
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
@@ -30,10 +33,15 @@ def test_disk_that_is_full_and_files_that_are_broken_are_errors_of_this_wheel(wo
     def full(self, *args, **kwargs):
         raise OSError(errno.ENOSPC, "No space left on device")
 
+    driver.engine.save(tmp_path / "full")
     with monkeypatch.context() as patch:
         patch.setattr(FileSystemWriter, "write_data", full)
-        with pytest.raises(CheckpointError, match=r"full cannot be written: rank 0: OSError: .*No space left"):
+        with pytest.raises(
+            CheckpointError, match=r"full cannot be written: rank 0: OSError: .*No space left.*before this one stays"
+        ):
             driver.engine.save(tmp_path / "full")
+    with pytest.raises(CheckpointError, match="cut off"):  # what was written over is not taken for whole
+        driver.engine.load(tmp_path / "full")
     driver.engine.save(tmp_path / "broken")
     for file in (tmp_path / "broken").glob("*.distcp"):
         file.write_bytes(file.read_bytes()[:100])
@@ -143,3 +151,17 @@ def test_save_in_the_background_tells_its_failure_where_it_is_waited_for(workspa
             failed.wait()
     driver.engine.save(tmp_path / "whole", background=True).wait()
     driver.engine.load(tmp_path / "whole")
+
+
+def test_save_in_the_background_that_loses_a_rank_says_so_and_leaves_the_earlier_one(workspace, tmp_path):
+    (tmp_path / "lm").symlink_to(workspace / "lm")
+    with pytest.raises(SpawnError, match=rf"rank 1 \(exit status {-signal.SIGKILL}\)"):
+        spawn(two_ranks_lose_one, 2, tmp_path)
+    seen = (tmp_path / "seen.txt").read_text()
+    assert seen.startswith(f"checkpoint {tmp_path / 'torn'} cannot be written: ")
+    assert "the checkpoint before this one stays in force" in seen
+    assert "start the run again" in seen
+    driver = start(fsdp(), workspace / "lm")
+    driver.engine.load(tmp_path / "whole")
+    with pytest.raises(CheckpointError, match="cut off"):
+        driver.engine.load(tmp_path / "torn")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -132,6 +134,37 @@ class RoleCheckpoint:
         """Read what `save` wrote, at any number of ranks; collective."""
         with self._residency.training():
             self._residency.engine.load(path)
+
+
+@contextmanager
+def named_failure(what: str, kind: type[OSError], *others: type[Exception], advice: str = "") -> Iterator[None]:
+    """Give a failure to write or read a checkpoint its name. For engines.
+
+    torch's own is no `Exception`: it would pass every handler up to the driver. A rank that has died is seen by the
+    others as an error of the process group.
+
+    Args:
+        what: which checkpoint, and what could not be done with it.
+        kind: the engine's error.
+        others: what else can come, beside errors of files, of torch and of the process group.
+        advice: how things stand now, and what to do.
+
+    Raises:
+        OSError: a `kind`, from the failure.
+    """
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    end = f". {advice}" if advice else ""
+    try:
+        yield
+    except CheckpointException as error:
+        for cause, _ in error.failures.values():
+            if isinstance(cause, KeyboardInterrupt):  # torch wraps this too; it is no failure of the checkpoint
+                raise cause from None
+        failures = [f"rank {rank}: {type(cause).__name__}: {cause}" for rank, (cause, _) in error.failures.items()]
+        raise kind(f"{what}: {'; '.join(failures)}{end}") from error
+    except (OSError, RuntimeError, *others) as error:
+        raise kind(f"{what}: {type(error).__name__}: {error}{end}") from error
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
@@ -12,13 +11,14 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.state_dict_loader import load as load_state_dict
 from torch.distributed.checkpoint.state_dict_saver import save as save_state_dict
 from torch.distributed.tensor import DTensor
 
+from ostinato.workers.core.checkpoint import named_failure
 from ostinato.workers.fsdp.errors import CheckpointError
 from ostinato.workers.fsdp.lora import is_adapter
 from ostinato.workers.fsdp.offload import HostCopies
@@ -26,6 +26,15 @@ from ostinato.workers.fsdp.quantized import fill, in_full, is_quantized, new_mom
 
 WRITE_TIMEOUT = timedelta(hours=3)
 """How long the fastest rank waits for the slowest one's disk."""
+
+METADATA = ".metadata"
+"""What a checkpoint's folder gets last."""
+
+_NOT_IN_FORCE = (
+    f"Nothing resumes from a folder without `{METADATA}`, which is written last: the checkpoint before this one stays "
+    "in force. Where the connection to a rank was lost, that rank has ended, and its own log says why. Put right what "
+    "failed and start the run again; it resumes from that earlier checkpoint."
+)
 
 
 def _model_state(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -97,15 +106,24 @@ def save(path: Path, state: dict[str, Any], group: dist.ProcessGroup | None = No
     """Write what `state_to_save` gave; collective.
 
     Args:
-        path: A folder, made where it is absent. Its `.metadata` is written last, by rename.
+        path: A folder, made where it is absent. Its `.metadata` is written last, by rename; an old one goes first.
         state: Tensors by name, nested.
         group: The ranks; None: all of them.
 
     Raises:
         CheckpointError: It cannot be written, on whichever rank.
     """
-    with named_failure(f"checkpoint {path} cannot be written"):
-        save_state_dict(state, storage_writer=FileSystemWriter(path), process_group=group)
+    with named_failure(f"checkpoint {path} cannot be written", CheckpointError, advice=_NOT_IN_FORCE):
+        save_state_dict(state, storage_writer=_Writer(path), process_group=group)
+
+
+class _Writer(FileSystemWriter):
+    """Takes the mark of a whole checkpoint away before anything is written over it."""
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Called on one rank, before any of them writes; what it raises is raised on all."""
+        (Path(self.path) / METADATA).unlink(missing_ok=True)
+        return super().prepare_global_plan(plans)
 
 
 class BackgroundWriter:
@@ -237,7 +255,7 @@ def load(
         quantized = _quantized(module, optimizer)
         scales = _scales_to_read(metadata, quantized, _layout(module))
         state["scales"] = {_layout(module): scales}
-    with named_failure(f"checkpoint {path} cannot be read"):
+    with named_failure(f"checkpoint {path} cannot be read", CheckpointError):
         load_state_dict(state, storage_reader=FileSystemReader(path))
     for name, moment in quantized.items():
         parameter, _, kind = name.rpartition(".")
@@ -258,28 +276,15 @@ def _scales_to_read(metadata: Metadata, quantized: Mapping[str, torch.Tensor], l
     return found
 
 
-@contextmanager
-def named_failure(what: str) -> Iterator[None]:
-    """Give a failure its text. torch's own is no `Exception`: it would pass every handler up to the driver."""
-    try:
-        yield
-    except CheckpointException as error:
-        for cause, _ in error.failures.values():
-            if isinstance(cause, KeyboardInterrupt):  # torch wraps this too; it is no failure of the checkpoint
-                raise cause from None
-        failures = [f"rank {rank}: {type(cause).__name__}: {cause}" for rank, (cause, _) in error.failures.items()]
-        raise CheckpointError(f"{what}: {'; '.join(failures)}") from error
-
-
 def read_metadata(path: Path) -> Metadata:
     """What a checkpoint holds.
 
     Raises:
         CheckpointError: The folder holds no whole checkpoint.
     """
-    if not (path / ".metadata").is_file():
+    if not (path / METADATA).is_file():
         raise CheckpointError(
-            f"checkpoint {path}: expected a folder with a `.metadata` file, which is written last; found none. The "
+            f"checkpoint {path}: expected a folder with a `{METADATA}` file, which is written last; found none. The "
             "checkpoint is missing or was cut off while it was written; resume from an earlier one."
         )
     return FileSystemReader(path).read_metadata()

@@ -11,10 +11,12 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_state_dict
 
+from ostinato.workers.core.checkpoint import named_failure
 from ostinato.workers.core.config import ModelConfig
 from ostinato.workers.core.engine import Head
 from ostinato.workers.fsdp.build import make_meta_module, read_config
-from ostinato.workers.fsdp.checkpoint import check_model, named_failure, read_metadata
+from ostinato.workers.fsdp.checkpoint import check_model, read_metadata
+from ostinato.workers.fsdp.errors import CheckpointError
 from ostinato.workers.fsdp.lora import add_adapter
 from ostinato.workers.fsdp.weights import FsdpWeightSource
 
@@ -52,7 +54,7 @@ class SavedWeights(FsdpWeightSource):
     def _full(self, parameter: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
         name = self._saved_names[id(parameter)]
         whole = torch.empty(parameter.shape, dtype=self._saved_dtypes[name])
-        with named_failure(f"checkpoint {self._path} cannot be read"), warnings.catch_warnings():
+        with named_failure(f"checkpoint {self._path} cannot be read", CheckpointError), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             load_state_dict({name: whole}, storage_reader=FileSystemReader(self._path), no_dist=True)
         return whole.to(dtype)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ostinato.workers.core.checkpoint import named_failure
 from ostinato.workers.core.optim import OptimConfig
 from ostinato.workers.megatron.build import Built
 from ostinato.workers.megatron.errors import CheckpointError
@@ -216,18 +217,5 @@ def _own_settings(optimizer: Any, optim: OptimConfig) -> None:
             group |= {"weight_decay": optim.weight_decay, "betas": optim.betas, "eps": optim.eps}
 
 
-@contextmanager
-def _named(what: str) -> Iterator[None]:
-    """Give a failure its text. torch's own is no `Exception`: it would pass every handler up to the driver."""
-    from torch.distributed.checkpoint.api import CheckpointException
-
-    try:
-        yield
-    except CheckpointException as error:
-        for cause, _ in error.failures.values():
-            if isinstance(cause, KeyboardInterrupt):  # torch wraps this too; it is no failure of the checkpoint
-                raise cause from None
-        failures = [f"rank {rank}: {type(cause).__name__}: {cause}" for rank, (cause, _) in error.failures.items()]
-        raise CheckpointError(f"{what}: {'; '.join(failures)}") from error
-    except (OSError, RuntimeError, import_megatron("dist_checkpointing.core").CheckpointingException) as error:
-        raise CheckpointError(f"{what}: {type(error).__name__}: {error}") from error
+def _named(what: str) -> AbstractContextManager[None]:
+    return named_failure(what, CheckpointError, import_megatron("dist_checkpointing.core").CheckpointingException)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+import os
+import signal
 from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from ostinato.workers.core.config import ModelConfig
 from ostinato.workers.core.testing import conformance
@@ -17,6 +20,7 @@ from ostinato.workers.core.testing.oracle import MakeEngine, assert_same_weights
 from ostinato.workers.fsdp.activations import ActivationOffload
 from ostinato.workers.fsdp.config import FsdpConfig
 from ostinato.workers.fsdp.engine import FsdpEngine
+from ostinato.workers.fsdp.errors import CheckpointError
 from ostinato.workers.fsdp.mesh import build_mesh, shard_group
 from ostinato.workers.fsdp.optim import gradient_norm, scale_gradients
 from ostinato.workers.fsdp.testing.parity import FOUR_RANKS, check_parity_table
@@ -175,6 +179,25 @@ def two_ranks_share(workspace: Path) -> None:
         conformance.check_reduce,
     )
     conformance.run_checks(fsdp(ulysses_sequence_parallel_size=2), workspace, checks)
+
+
+def two_ranks_lose_one(workspace: Path) -> None:
+    """After a whole checkpoint, rank 1 is killed while it writes another in the background; rank 0 notes it."""
+    driver = start(fsdp(), workspace / "lm")
+    driver.train(make_rows(4, seed=1))
+    driver.engine.save(workspace / "whole")
+
+    def killed(*_: object) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if dist.get_rank() == 1:
+        FileSystemWriter.write_data = killed  # pyright: ignore[reportAttributeAccessIssue]
+    pending = driver.engine.save(workspace / "torn", background=True)
+    assert pending is not None
+    try:
+        pending.wait()
+    except CheckpointError as error:
+        (workspace / "seen.txt").write_text(str(error))
 
 
 def check_peak_of_loading(folder: Path, small: Path) -> None:
