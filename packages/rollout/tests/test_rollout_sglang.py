@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,8 +20,9 @@ import torch
 from ostinato.rollout import Rollout, RolloutConfig, build_rollout, check_installed
 from ostinato.rollout.errors import EngineStateError
 from ostinato.rollout.reshard import reshard
-from ostinato.rollout.testing import ModuleWeights, Setting, make_prompts, run_conformance
-from ostinato.rollout.testing.conformance import MODEL_CHECKS, PROTOCOL_CHECKS, Check, check_aborted_rows
+from ostinato.rollout.testing import ModuleWeights, Setting, engine_setting, make_prompts, run_conformance
+from ostinato.rollout.testing.conformance import ENGINE_CHECKS, MODEL_CHECKS, PROTOCOL_CHECKS, Check, check_aborted_rows
+from ostinato.rollout.testing.setting import MakeRollout
 
 GPU = torch.cuda.is_available()
 STUB = Path(__file__).parent / "sglang_cpu_stub"
@@ -29,8 +30,6 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="SGLang is not installed"),
     pytest.mark.slow,
 ]
-
-Engines = Callable[[RolloutConfig, Path], Any]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -46,32 +45,10 @@ def stub():
 
 @pytest.fixture(scope="module")
 def setting(tmp_path_factory) -> Setting:
-    # Several engines share the device, so that none may take the room of the others by waking.
-    overrides = {"free_cache_engine": False, "gpu_memory_utilization": 0.05}
-    return Setting("sglang", tmp_path_factory.mktemp("sglang"), atol=5e-3 if GPU else 2e-4, overrides=overrides)
+    return engine_setting("sglang", tmp_path_factory.mktemp("sglang"))
 
 
-@pytest.fixture(scope="module")
-def engines():
-    built: dict[tuple[str, Path], Rollout] = {}
-
-    def make(config: RolloutConfig, path: Path) -> Rollout:
-        key = (repr(config), path)
-        if key not in built:
-            built[key] = build_rollout(config, model_path=path, device="cuda" if GPU else "cpu")
-        return built[key]
-
-    yield make
-    for rollout in built.values():
-        rollout.close()
-
-
-@pytest.fixture
-def engine(engines: Engines, setting: Setting) -> Any:
-    return engines(setting.config(), setting.model()[0])
-
-
-def test_sglang_building_leaves_the_process_as_it_was(setting: Setting, engines: Engines):
+def test_sglang_building_leaves_the_process_as_it_was(setting: Setting, engines: MakeRollout):
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)
@@ -86,12 +63,12 @@ def test_sglang_is_known_as_installed():
     check_installed("sglang")
 
 
-@pytest.mark.parametrize("check", [*PROTOCOL_CHECKS, *MODEL_CHECKS], ids=lambda check: check.__name__)
-def test_sglang_conforms(check: Check, engines: Engines, setting: Setting):
+@pytest.mark.parametrize("check", [*PROTOCOL_CHECKS, *MODEL_CHECKS, *ENGINE_CHECKS], ids=lambda check: check.__name__)
+def test_sglang_conforms(check: Check, engines: MakeRollout, setting: Setting):
     check(engines, setting)
 
 
-def test_sglang_marks_aborted_rows(engines: Engines, setting: Setting):
+def test_sglang_marks_aborted_rows(engines: MakeRollout, setting: Setting):
     """H-46 with a real engine that is told to give up a request as soon as it has it."""
 
     def abort(rollout: Any, rows: Collection[int]) -> None:
@@ -117,27 +94,6 @@ def test_sglang_marks_aborted_rows(engines: Engines, setting: Setting):
     check_aborted_rows(engines, replace(setting, abort=abort))
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_sglang_holds_what_was_sent(tied: bool, engines: Engines, setting: Setting):
-    """Checksums of both sides, at the watched load and at a repeated one."""
-    path, _ = setting.model(tied=tied)
-    for seed in (0, 1):
-        _, module = setting.model(tied=tied, seed=seed)
-        with reshard(ModuleWeights(module), engines(setting.config(), path), bucket_megabytes=1, check=True):
-            pass
-
-
-def test_sglang_a_load_given_up_half_way_is_followed_by_a_whole_one(engine: Any, setting: Setting):
-    _, module = setting.model()
-    name, tensor = next(iter(module.named_parameters()))
-    for _ in range(2):
-        engine.wake("weights")
-        engine.load_weights([(name, tensor.detach() * 0)])
-        engine.sleep()
-    with reshard(ModuleWeights(module), engine, check=True):
-        pass
-
-
 def test_sglang_an_interrupted_call_leaves_nothing_behind(engine: Any, setting: Setting, monkeypatch):
     """What stops a call half way (Ctrl-C) must not be answered by the next one."""
     _, module = setting.model()
@@ -161,19 +117,6 @@ async def asyncio_sleep() -> None:
     import asyncio
 
     await asyncio.sleep(0.01)
-
-
-def test_sglang_samples_follow_the_distribution(engine: Any, setting: Setting):
-    """512 draws of one token: each token's count within 5 standard deviations of what its probability says."""
-    _, module = setting.model()
-    prompts = make_prompts([[5, 6, 7]] * 512, rollout_ids=list(range(512)))
-    sampling = replace(setting.config().sampling(eos_token_ids=()), max_tokens=1)
-    with reshard(ModuleWeights(module), engine):
-        rows = engine.generate(prompts, sampling).batch
-    probabilities = module(input_ids=torch.tensor([[5, 6, 7]])).logits[0, -1].float().softmax(-1).detach()
-    counts = torch.bincount(rows["responses"][:, 0], minlength=512)
-    spread = (512 * probabilities * (1 - probabilities)).sqrt() + 1
-    assert float(((counts - 512 * probabilities).abs() / spread).max()) < 5
 
 
 def test_sglang_processes_end_with_the_engine_and_are_missed(setting: Setting):

@@ -7,7 +7,7 @@ import importlib.util
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,17 +15,27 @@ from typing import Any
 import pytest
 import torch
 
-from ostinato.rollout import Rollout, RolloutConfig, build_rollout, check_installed
+from ostinato.rollout import build_rollout, check_installed
 from ostinato.rollout.errors import ConfigError, WeightMismatchError
 from ostinato.rollout.reshard import reshard
-from ostinato.rollout.testing import ModuleWeights, Setting, make_prompts, run_conformance, save_tiny_model
+from ostinato.rollout.testing import (
+    ModuleWeights,
+    Setting,
+    build_here,
+    engine_setting,
+    make_prompts,
+    run_conformance,
+    save_tiny_model,
+)
 from ostinato.rollout.testing.conformance import (
+    ENGINE_CHECKS,
     MODEL_CHECKS,
     PROTOCOL_CHECKS,
     Check,
     check_aborted_rows,
     check_new_weights,
 )
+from ostinato.rollout.testing.setting import MakeRollout
 
 GPU = torch.cuda.is_available()
 pytestmark = [
@@ -33,46 +43,22 @@ pytestmark = [
     pytest.mark.slow,
 ]
 
-Engines = Callable[[RolloutConfig, Path], Any]
-
 
 @pytest.fixture(scope="module")
 def setting(tmp_path_factory) -> Setting:
-    # Several engines live in this process, and only one could sleep.
-    overrides = {"free_cache_engine": False, "gpu_memory_utilization": 0.05}
-    return Setting("vllm", tmp_path_factory.mktemp("vllm"), atol=5e-3 if GPU else 2e-4, overrides=overrides)
-
-
-@pytest.fixture(scope="module")
-def engines():
-    built: dict[tuple[str, Path], Rollout] = {}
-
-    def make(config: RolloutConfig, path: Path) -> Rollout:
-        key = (repr(config), path)
-        if key not in built:
-            built[key] = build_rollout(config, model_path=path, device="cuda" if GPU else "cpu")
-        return built[key]
-
-    yield make
-    for rollout in built.values():
-        rollout.close()
-
-
-@pytest.fixture
-def engine(engines: Engines, setting: Setting) -> Any:
-    return engines(setting.config(), setting.model()[0])
+    return engine_setting("vllm", tmp_path_factory.mktemp("vllm"))
 
 
 def test_vllm_is_known_as_installed():
     check_installed("vllm")
 
 
-@pytest.mark.parametrize("check", [*PROTOCOL_CHECKS, *MODEL_CHECKS], ids=lambda check: check.__name__)
-def test_vllm_conforms(check: Check, engines: Engines, setting: Setting):
+@pytest.mark.parametrize("check", [*PROTOCOL_CHECKS, *MODEL_CHECKS, *ENGINE_CHECKS], ids=lambda check: check.__name__)
+def test_vllm_conforms(check: Check, engines: MakeRollout, setting: Setting):
     check(engines, setting)
 
 
-def test_vllm_marks_aborted_rows(engines: Engines, setting: Setting):
+def test_vllm_marks_aborted_rows(engines: MakeRollout, setting: Setting):
     """H-46 with a real engine that is told to give up a request."""
 
     def abort(rollout: Any, rows: Collection[int]) -> None:
@@ -91,16 +77,6 @@ def test_vllm_marks_aborted_rows(engines: Engines, setting: Setting):
     check_aborted_rows(engines, replace(setting, abort=abort))
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_vllm_holds_what_was_sent(tied: bool, engines: Engines, setting: Setting):
-    """Checksums of both sides, at the watched load and at a repeated one."""
-    path, _ = setting.model(tied=tied)
-    for seed in (0, 1):
-        _, module = setting.model(tied=tied, seed=seed)
-        with reshard(ModuleWeights(module), engines(setting.config(), path), bucket_megabytes=1, check=True):
-            pass
-
-
 def test_vllm_memory_of_parameters_stays(engine: Any, setting: Setting):
     _, module = setting.model()
     with reshard(ModuleWeights(module), engine):
@@ -110,7 +86,7 @@ def test_vllm_memory_of_parameters_stays(engine: Any, setting: Setting):
 
 
 @pytest.mark.skipif(GPU, reason="a GPU's head is the embedding itself")
-def test_vllm_stale_tied_head_is_caught(engines: Engines, engine: Any, setting: Setting, monkeypatch):
+def test_vllm_stale_tied_head_is_caught(engines: MakeRollout, engine: Any, setting: Setting, monkeypatch):
     """Without the repair vLLM's CPU build answers with the old head and says nothing."""
     monkeypatch.setattr(engine, "_renew_tied_head", lambda: None)
     with pytest.raises(AssertionError):
@@ -121,17 +97,6 @@ def test_vllm_stale_tied_head_is_caught(engines: Engines, engine: Any, setting: 
         reshard(ModuleWeights(module), engine, check=True),
     ):
         raise AssertionError("a stale head was accepted")
-
-
-def test_vllm_a_load_given_up_half_way_is_followed_by_a_whole_one(engine: Any, setting: Setting):
-    _, module = setting.model()
-    name, tensor = next(iter(module.named_parameters()))
-    for _ in range(2):
-        engine.wake("weights")
-        engine.load_weights([(name, tensor.detach() * 0)])
-        engine.sleep()
-    with reshard(ModuleWeights(module), engine, check=True):
-        pass
 
 
 def test_vllm_an_interrupted_call_leaves_nothing_behind(engine: Any, setting: Setting, monkeypatch):
@@ -168,7 +133,7 @@ def test_vllm_building_leaves_the_process_as_it_was(setting: Setting):
     torch.manual_seed(5)
     environment, set_num_threads = dict(os.environ), torch.set_num_threads
     path, _ = setting.model()
-    rollout = build_rollout(setting.config(max_num_seqs=8), model_path=path, device="cuda" if GPU else "cpu")
+    rollout = build_here(setting.config(max_num_seqs=8), path)
     changed = {name for name in {*environment, *os.environ} if environment.get(name) != os.environ.get(name)}
     assert not {name for name in changed if name.startswith("VLLM_ENABLE") or name in ("RANK", "LOCAL_RANK")}
     assert torch.set_num_threads is set_num_threads
@@ -179,18 +144,6 @@ def test_vllm_building_leaves_the_process_as_it_was(setting: Setting):
     del rollout
     gc.collect()
     assert torch.distributed.is_initialized(), "an engine that ends must leave training its process group"
-
-
-def test_vllm_samples_follow_the_distribution(engine: Any, setting: Setting):
-    """512 draws of one token: each token's count within 5 standard deviations of what its probability says."""
-    _, module = setting.model()
-    prompts = make_prompts([[5, 6, 7]] * 512, rollout_ids=list(range(512)))
-    with reshard(ModuleWeights(module), engine):
-        rows = engine.generate(prompts, setting.config().sampling(eos_token_ids=())).batch
-    probabilities = module(input_ids=torch.tensor([[5, 6, 7]])).logits[0, -1].float().softmax(-1).detach()
-    counts = torch.bincount(rows["responses"][:, 0], minlength=512)
-    spread = (512 * probabilities * (1 - probabilities)).sqrt() + 1
-    assert float(((counts - 512 * probabilities).abs() / spread).max()) < 5
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,7 @@ class SglangRollout(EngineAdapter):
     Args:
         config: everything under `actor_rollout_ref.rollout`.
         model_path: folder with `config.json`; weights are read only where `load_format` is not "dummy".
-        options: as `EngineAdapter` takes them, `engine_options` for `sglang.Engine`. `device` is where this rank trains;
+        options: as `EngineAdapter` takes them, `engine_options` for `sglang.Engine`. On `device` this rank trains;
             the engine takes the devices of its ranks.
 
     Raises:

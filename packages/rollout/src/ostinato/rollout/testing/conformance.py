@@ -8,71 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from ostinato.protocol import DataProto, columns
-from ostinato.rollout.base import Rollout
-from ostinato.rollout.config import RolloutConfig, SamplingParams
+from ostinato.rollout.config import SamplingParams
 from ostinato.rollout.errors import EngineStateError, PromptError
 from ostinato.rollout.reshard import reshard
-from ostinato.rollout.testing.models import ModuleWeights, make_prompts, save_tiny_model
+from ostinato.rollout.testing.models import ModuleWeights, make_prompts
+from ostinato.rollout.testing.setting import MakeRollout, Setting, kept_engines
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-MakeRollout = Callable[[RolloutConfig, Path], Rollout]
-"""Builds the engine under test, asleep and without weights, for a configuration and a model folder."""
-
-
-@dataclass(frozen=True)
-class Setting:
-    """How an engine is examined.
-
-    Attributes:
-        name: its name in `RolloutConfig.name`.
-        folder: an empty folder for the suite's models.
-        dtype: what it computes in.
-        atol: largest difference of log-probabilities to the float32 oracle, in nats; also how much less likely than
-            the likeliest token a greedy token may be.
-        has_model: False for engines that answer without a model: checks against the oracle are left out.
-        abort: makes an engine give up the rows with these `rollout_id`; None where that cannot be forced.
-        overrides: more keys of `RolloutConfig`.
-    """
-
-    name: str
-    folder: Path
-    dtype: str = "float32"
-    atol: float = 2e-4
-    has_model: bool = True
-    abort: Callable[[Any, Collection[int]], None] | None = None
-    overrides: dict[str, Any] = field(default_factory=dict)
-    models: dict[tuple[bool, int], tuple[Path, torch.nn.Module]] = field(default_factory=dict)
-
-    def model(self, *, tied: bool = True, seed: int = 0) -> tuple[Path, torch.nn.Module]:
-        """Folder and float32 module of a tiny model; written once."""
-        key = (tied, seed)
-        if key not in self.models:
-            path = self.folder / f"{'tied' if tied else 'untied'}-{seed}"
-            self.models[key] = (path, save_tiny_model(path, tied=tied, seed=seed, eos_token_id=None))
-        return self.models[key]
-
-    def config(self, **changes: Any) -> RolloutConfig:
-        """The configuration most checks share."""
-        keys: dict[str, Any] = {
-            "name": self.name,
-            "dtype": self.dtype,
-            "prompt_length": 8,
-            "response_length": 12,
-            "max_num_seqs": 64,
-            "update_weights_bucket_megabytes": 1,
-        }
-        return RolloutConfig(**{**keys, **self.overrides, **changes})
-
+    from ostinato.rollout.base import Rollout
 
 _LISTS = [[5, 6], [7, 8, 9, 10, 11, 12, 13], [300], [44, 45, 46, 47], [5, 6]]
 _GREEDY = SamplingParams(temperature=0.0, eos_token_ids=())
@@ -345,6 +297,44 @@ def check_new_weights(make: MakeRollout, setting: Setting) -> None:
         assert answers[0] != answers[1], "new weights changed nothing"
 
 
+def check_checksums(make: MakeRollout, setting: Setting) -> None:
+    """The engine holds what was sent, at its first load and at a repeated one, tied or not."""
+    for tied in (True, False):
+        path, _ = setting.model(tied=tied)
+        rollout = make(setting.config(), path)
+        for seed in (0, 1):
+            _, module = setting.model(tied=tied, seed=seed)
+            with reshard(ModuleWeights(module), rollout, bucket_megabytes=1, check=True):
+                pass
+
+
+def check_abandoned_load(make: MakeRollout, setting: Setting) -> None:
+    """A load that is given up half way is followed by a whole one, before the first whole one and after it."""
+    path, module = setting.model()
+    rollout = make(setting.config(), path)
+    name, tensor = next(iter(module.named_parameters()))
+    for _ in range(2):
+        for _ in range(2):
+            rollout.wake("weights")
+            rollout.load_weights([(name, tensor.detach() * 0)])
+            rollout.sleep()
+        with reshard(ModuleWeights(module), rollout, check=True):
+            pass
+
+
+def check_distribution(make: MakeRollout, setting: Setting) -> None:
+    """512 draws of one token: each token's count within 5 standard deviations of what its probability says."""
+    _, module = setting.model()
+    prompts = make_prompts([[5, 6, 7]] * 512)
+    with _ready(make, setting) as rollout:
+        tokens = _tensors(rollout.generate(prompts, replace(_DRAWN, max_tokens=1)))["responses"][:, 0]
+    with torch.no_grad():
+        probabilities = module(input_ids=torch.tensor([[5, 6, 7]])).logits[0, -1].float().softmax(-1)
+    counts = torch.bincount(tokens, minlength=len(probabilities))
+    spread = (512 * probabilities * (1 - probabilities)).sqrt() + 1
+    assert float(((counts - 512 * probabilities).abs() / spread).max()) < 5
+
+
 Check = Callable[[MakeRollout, Setting], None]
 
 PROTOCOL_CHECKS: tuple[Check, ...] = (
@@ -360,6 +350,8 @@ PROTOCOL_CHECKS: tuple[Check, ...] = (
     check_limits,
 )
 MODEL_CHECKS: tuple[Check, ...] = (check_greedy, check_log_probs, check_new_weights)
+# Of engines with memory of their own; they ask for `Checksums` and for an engine a configuration, all at one time.
+ENGINE_CHECKS: tuple[Check, ...] = (check_checksums, check_abandoned_load, check_distribution)
 
 
 def checks(setting: Setting) -> tuple[Check, ...]:
@@ -382,19 +374,8 @@ def run_conformance(make_rollout: MakeRollout, setting: Setting, *, exclude: Col
     Raises:
         AssertionError: of the first check that failed.
     """
-    built: dict[tuple[str, Path], Rollout] = {}
-
-    def make(config: RolloutConfig, path: Path) -> Rollout:
-        key = (repr(config), path)
-        if key not in built:
-            built[key] = make_rollout(config, path)
-        return built[key]
-
-    names = []
-    for check in checks(setting):
-        if check.__name__ not in exclude:  # pyright: ignore[reportFunctionMemberAccess]
+    chosen = [check for check in checks(setting) if check.__name__ not in exclude]  # pyright: ignore[reportFunctionMemberAccess]
+    with kept_engines(make_rollout) as make:
+        for check in chosen:
             check(make, setting)
-            names.append(check.__name__)  # pyright: ignore[reportFunctionMemberAccess]
-    for rollout in built.values():
-        rollout.close()
-    return names
+    return [check.__name__ for check in chosen]  # pyright: ignore[reportFunctionMemberAccess]
