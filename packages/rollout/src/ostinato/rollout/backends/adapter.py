@@ -64,6 +64,9 @@ class Adapter:
         tokenizer: gives padding and end tokens; None takes the model's.
         override_config: entries of the model's config that replace those of its folder.
         trust_remote_code: run code that comes with the model.
+
+    Attributes:
+        name: the engine's name, for messages.
     """
 
     name: ClassVar[str]
@@ -88,6 +91,7 @@ class Adapter:
         self._tokenizer = tokenizer
         self._overrides = {key: value for key, value in (override_config or {}).items() if key != ATTENTION}
         self._trust_remote_code = trust_remote_code
+        # Whether the engine reads its weights by itself when it is built.
         self._loaded = config.load_format != "dummy"
 
     def _read_model(self, path: str | Path) -> tuple[Any, Any]:
