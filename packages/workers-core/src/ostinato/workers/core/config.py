@@ -97,6 +97,17 @@ def _check_update(key: str, config: ActorConfig | CriticConfig) -> None:
     _ = config.update_limit
 
 
+def _update_limit(key: str, config: ActorConfig | CriticConfig) -> BatchLimit:
+    return batch_limit(
+        key,
+        config.use_dynamic_bsz,
+        config.ppo_micro_batch_size_per_gpu,
+        config.ppo_max_token_len_per_gpu,
+        "ppo_",
+        ranks=config.ulysses_sequence_parallel_size,
+    )
+
+
 @dataclass(frozen=True)
 class ActorConfig(EngineChoice):
     """Training of the policy.
@@ -175,14 +186,7 @@ class ActorConfig(EngineChoice):
     @property
     def update_limit(self) -> BatchLimit:
         """Size of a training micro-batch."""
-        return batch_limit(
-            "actor_rollout_ref.actor",
-            self.use_dynamic_bsz,
-            self.ppo_micro_batch_size_per_gpu,
-            self.ppo_max_token_len_per_gpu,
-            "ppo_",
-            ranks=self.ulysses_sequence_parallel_size,
-        )
+        return _update_limit("actor_rollout_ref.actor", self)
 
     @property
     def engine_optim(self) -> OptimConfig:
@@ -300,14 +304,7 @@ class CriticConfig(EngineChoice):
     @property
     def update_limit(self) -> BatchLimit:
         """Size of a training micro-batch."""
-        return batch_limit(
-            "critic",
-            self.use_dynamic_bsz,
-            self.ppo_micro_batch_size_per_gpu,
-            self.ppo_max_token_len_per_gpu,
-            "ppo_",
-            ranks=self.ulysses_sequence_parallel_size,
-        )
+        return _update_limit("critic", self)
 
     @property
     def forward_limit(self) -> BatchLimit:

@@ -1,8 +1,11 @@
-"""Checks of config values and the three keys that set the size of a micro-batch."""
+"""Checks of config values, an engine's own among them, and the three keys that set the size of a micro-batch."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from ostinato.workers.core.errors import ConfigError
 
@@ -16,6 +19,36 @@ def require(ok: bool, key: str, expected: str, got: object) -> None:
 def require_choice(value: str, choices: tuple[str, ...], key: str) -> None:
     """Refuse a value that is none of `choices`."""
     require(value in choices, key, "one of " + ", ".join(choices), value)
+
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+T = TypeVar("T")
+
+
+def engine_config(kind: type[T], value: T | Mapping[str, Any] | None, key: str, error: type[ValueError]) -> T:
+    """An engine's config from what a role worker passes on.
+
+    Args:
+        kind: the engine's config class, a dataclass.
+        value: one of it, a mapping of its keys, or None for the defaults.
+        key: dotted prefix for error texts.
+        error: the engine's error.
+
+    Raises:
+        ValueError: an `error`: a key is unknown; the text names the nearest one.
+    """
+    if isinstance(value, kind):
+        return value
+    entries = dict(cast("Mapping[str, Any]", value or {}))
+    known = [entry.name for entry in fields(cast("type[DataclassInstance]", kind))]
+    for name in entries:
+        if name not in known:
+            near = get_close_matches(name, known, n=1)
+            hint = f"; did you mean {near[0]}?" if near else f"; known: {', '.join(known)}."
+            raise error(f"{key}.{name}: unknown key{hint}")
+    return kind(**entries)
 
 
 @dataclass(frozen=True)

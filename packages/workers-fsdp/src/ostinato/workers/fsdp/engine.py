@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import fields
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -19,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from ostinato.controller.topology import Coordinates
 from ostinato.workers.core.config import ModelConfig
 from ostinato.workers.core.engine import Head, LossFn, OutputFn, PendingSave, StepStats, TokenOutputs
+from ostinato.workers.core.limits import engine_config
 from ostinato.workers.core.microbatch import PackedRows
 from ostinato.workers.core.optim import OptimConfig, lr_factor
 from ostinato.workers.fsdp import checkpoint
@@ -44,16 +43,7 @@ def as_fsdp_config(value: FsdpConfig | Mapping[str, Any] | None) -> FsdpConfig:
     Raises:
         FsdpConfigError: A key is unknown; the text names the nearest one.
     """
-    if isinstance(value, FsdpConfig):
-        return value
-    entries = dict(value or {})
-    known = [field.name for field in fields(FsdpConfig)]
-    for key in entries:
-        if key not in known:
-            near = get_close_matches(key, known, n=1)
-            hint = f"; did you mean {near[0]}?" if near else f"; known: {', '.join(known)}."
-            raise FsdpConfigError(f"fsdp_config.{key}: unknown key{hint}")
-    return FsdpConfig(**entries)
+    return engine_config(FsdpConfig, value, "fsdp_config", FsdpConfigError)
 
 
 class FsdpEngine:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
-from difflib import get_close_matches
+from dataclasses import dataclass, field
 from typing import Any
 
 from ostinato.workers.megatron.errors import MegatronConfigError
@@ -119,16 +118,9 @@ def as_megatron_config(value: MegatronConfig | Mapping[str, Any] | None) -> Mega
     Raises:
         MegatronConfigError: A key is unknown; the text names the nearest one.
     """
-    if isinstance(value, MegatronConfig):
-        return value
-    entries = dict(value or {})
-    known = [entry.name for entry in fields(MegatronConfig)]
-    for key in entries:
-        if key not in known:
-            near = get_close_matches(key, known, n=1)
-            hint = f"; did you mean {near[0]}?" if near else f"; known: {', '.join(known)}."
-            raise MegatronConfigError(f"megatron.{key}: unknown key{hint}")
-    return MegatronConfig(**entries)
+    from ostinato.workers.core.limits import engine_config  # workers.core imports torch; this module does not
+
+    return engine_config(MegatronConfig, value, "megatron", MegatronConfigError)
 
 
 def layout_problems(
