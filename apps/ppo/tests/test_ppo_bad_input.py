@@ -11,61 +11,10 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from ostinato.ppo import placement
 from ostinato.ppo.checkpoint import Checkpoints
-from ostinato.ppo.cli import main
-from ostinato.ppo.prepare import largest
 from ostinato.ppo.run_folder import MARKER, model_fingerprint
 
 REWARD = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    "
-
-Command = Callable[..., tuple[int, str]]
-
-
-@pytest.fixture(scope="module")
-def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the toy task's model and data."""
-    folder = tmp_path_factory.mktemp("toy")
-    largest.prepare(folder)
-    return folder
-
-
-@pytest.fixture
-def command(toy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Command:
-    """Run a command on the toy task in this process, one step long; gives its exit code and stderr."""
-
-    def call(**changes: Any) -> tuple[int, str]:
-        values = {
-            "algorithm.adv_estimator": "grpo",
-            "data.train_files": toy / "train.parquet",
-            "data.train_batch_size": 8,
-            "data.max_prompt_length": 8,
-            "data.max_response_length": 4,
-            "actor_rollout_ref.model.path": toy / "model",
-            "actor_rollout_ref.actor.ppo_mini_batch_size": 8,
-            "actor_rollout_ref.rollout.n": 4,
-            "actor_rollout_ref.rollout.dtype": "float32",
-            "custom_reward_function.num_processes": 1,
-            "trainer.total_training_steps": 1,
-            "trainer.device": "cpu",
-            "trainer.backend": "local",
-            "trainer.logger": "jsonl",
-            "trainer.default_local_dir": tmp_path / "run",
-        }
-        code = main([f"{key}={value}" for key, value in (values | changes).items()])
-        return code, capsys.readouterr().err
-
-    return call
-
-
-@pytest.fixture
-def no_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker that is started fails the test."""
-
-    def forbidden(config: Any) -> None:
-        raise AssertionError("workers were started")
-
-    monkeypatch.setattr(placement, "open_backend", forbidden)
 
 
 def metrics(run: Path) -> list[dict[str, Any]]:
@@ -130,7 +79,7 @@ def static_faults(toy: Path, folder: Path) -> dict[str, tuple[dict[str, Any], st
 
 def test_ppo_bad_input_is_found_by_the_static_checks(toy, command, tmp_path):
     for case, (changes, key, text) in static_faults(toy, tmp_path).items():
-        code, error = command(**changes, **{"trainer.dry_run": True})
+        code, _, error = command(**changes, **{"trainer.dry_run": True})
         assert code == 2, case
         assert f"  {key}: " in error, (case, error)
         assert text in error, (case, error)
@@ -144,13 +93,13 @@ def test_ppo_bad_input_reward_model_of_another_vocabulary(toy, command, tmp_path
 
     reward = tiny_reward_model(tmp_path / "reward")
     enabled = {"reward_model.enable": True, "reward_model.model.path": reward, "trainer.dry_run": True}
-    code, error = command(**enabled)
+    code, _, error = command(**enabled)
     assert code == 2
     assert "reward_model.model.path: expected the policy's vocabulary (20 tokens" in error
     assert "got one of 259 tokens" in error
     for file in reward.glob("tokenizer*"):
         file.unlink()
-    code, error = command(**enabled)
+    code, _, error = command(**enabled)
     assert code == 2
     assert f"reward_model.model.path: {reward} has no tokenizer" in error
     for file in (toy / "model").glob("tokenizer*"):
@@ -170,7 +119,7 @@ def test_ppo_bad_input_long_prompts_end_the_run_before_workers_start(role, toy, 
     if role == "val":  # the training prompts fit
         short = changed_table(toy, tmp_path / "short.parquet", short_prompts)
         long |= {"data.train_files": short, "data.val_files": files["val"]}
-    code, error = command(**long)
+    code, _, error = command(**long)
     assert code == 1
     assert f"ostinato-ppo: row 0 of {files[role]}: a prompt has 7 tokens, data.max_prompt_length is 6" in error
     assert "data.filter_overlong_prompts=True" in error
@@ -186,7 +135,7 @@ def short_prompts(table: Any) -> Any:
 
 @pytest.mark.usefixtures("no_workers")
 def test_ppo_bad_input_filter_that_leaves_no_prompt(command):
-    code, error = command(**{"data.max_prompt_length": 6, "data.filter_overlong_prompts": True})
+    code, _, error = command(**{"data.max_prompt_length": 6, "data.filter_overlong_prompts": True})
     assert code == 1
     assert "no prompt is left of 800 rows" in error
 
@@ -195,7 +144,7 @@ def test_ppo_bad_input_filter_that_leaves_no_prompt(command):
 def test_ppo_bad_input_run_folder_in_use(command, tmp_path):
     """Two runs on one folder: the second is refused, and goes once the first has ended."""
     first = Checkpoints(tmp_path / "run")
-    code, error = command()
+    code, _, error = command()
     assert code == 1
     assert "run is in use by another run (pid " in error
     assert "Traceback" not in error
@@ -209,7 +158,7 @@ def test_ppo_bad_input_run_folder_in_use(command, tmp_path):
 
 @pytest.mark.parametrize("how", ["left", "right", "middle"])
 def test_ppo_bad_input_long_prompts_are_cut(how, command, tmp_path):
-    code, error = command(**{"data.max_prompt_length": 4, "data.truncation": how})
+    code, _, error = command(**{"data.max_prompt_length": 4, "data.truncation": how})
     assert code == 0, error
     (line,) = metrics(tmp_path / "run")
     assert line["prompt_length/max"] == line["prompt_length/min"] == 4
@@ -226,13 +175,13 @@ def test_ppo_bad_input_reward_function_that_fails(body, text, command, tmp_path,
     """Each row gets the default score and is counted, and the first is told; `on_error=raise` ends the run."""
     path = tmp_path / "reward.py"
     path.write_text(REWARD + body + "\n")
-    code, error = command(**{"custom_reward_function.path": path, "custom_reward_function.default_score": -0.5})
+    code, _, error = command(**{"custom_reward_function.path": path, "custom_reward_function.default_score": -0.5})
     assert code == 0, error
     (line,) = metrics(tmp_path / "run")
     assert line["reward/errors"] == 32
     assert line["critic/score/mean"] == -0.5
     assert caplog.text.count(text) == 1
-    code, error = command(
+    code, _, error = command(
         **{
             "custom_reward_function.path": path,
             "custom_reward_function.on_error": "raise",
@@ -248,10 +197,10 @@ def test_ppo_bad_input_reward_function_that_fails(body, text, command, tmp_path,
 
 def test_ppo_bad_input_checkpoint_of_a_run_without_a_critic(command, tmp_path):
     assert command(**{"trainer.save_freq": 1})[0] == 0
-    code, error = command(**{"algorithm.adv_estimator": "gae", "trainer.total_training_steps": 2})
+    code, _, error = command(**{"algorithm.adv_estimator": "gae", "trainer.total_training_steps": 2})
     assert code == 1
     assert f"ostinato-ppo: {tmp_path}/run/global_step_1 holds no critic" in error
-    code, error = command(**{"data.train_batch_size": 16, "trainer.total_training_steps": 2})
+    code, _, error = command(**{"data.train_batch_size": 16, "trainer.total_training_steps": 2})
     assert code == 1
     assert "written over other training data (batch_size: 8 then, 16 now)" in error
 
@@ -266,11 +215,12 @@ def test_ppo_bad_input_checkpoint_without_run_json_of_another_model(toy, command
     config = AutoConfig.from_pretrained(toy / "model")
     config.intermediate_size = 64
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
-    code, error = command(
+    code, _, error = command(
         **{
             "actor_rollout_ref.model.path": tmp_path / "model",
             "trainer.resume_mode": "resume_path",
             "trainer.resume_from_path": moved,
+            "trainer.total_training_steps": 2,
         }
     )
     assert code == 1

@@ -70,6 +70,20 @@ def test_checkpoint_full_disk_is_named_and_leaves_the_older_one_in_force(checkpo
     assert complete_steps(checkpoints.folder) == [4, 11]
 
 
+def test_checkpoint_messages_name_the_folder_that_stays(checkpoints, caplog):
+    """Not `.partial`, where it is written: that one is renamed, or gone."""
+    caplog.set_level(logging.INFO)
+
+    def full(folder):
+        raise OSError(errno.ENOSPC, "No space left on device", str(folder / "actor" / "weights"))
+
+    folder = save(checkpoints, 1, write, {})
+    assert f"checkpoint {folder} is whole and in force" in caplog.text
+    save(checkpoints, 2, full, {})
+    assert f"No space left on device: '{checkpoints.folder}/global_step_2/actor/weights'" in caplog.text
+    assert ".partial" not in caplog.text
+
+
 def test_checkpoint_full_disk_where_the_driver_or_a_worker_writes(checkpoints, monkeypatch):
     """torch's own error for a full disk is no OSError, and a worker's arrives in a WorkerFailed."""
 

@@ -77,16 +77,6 @@ def test_ppo_megatron_is_one_key_for_actor_and_reference(tmp_path):
             "actor_rollout_ref.model.enable_activation_offload",
             "set it to False",
         ),
-        ({f"{ACTOR}.checkpoint.async_save": True}, f"{ACTOR}.checkpoint.async_save", "set it to False"),
-        (
-            {
-                "critic.strategy": "megatron",
-                "algorithm.adv_estimator": "gae",
-                "critic.checkpoint.async_save": True,
-            },
-            "critic.checkpoint.async_save",
-            "strategy=fsdp",
-        ),
         ({f"{ACTOR}.ulysses_sequence_parallel_size": 2}, f"{ACTOR}.ulysses_sequence_parallel_size", "context_parallel"),
     ],
 )

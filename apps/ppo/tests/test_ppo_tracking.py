@@ -1,11 +1,9 @@
-"""The step log, its loggers, the console view, and the reward curve."""
+"""The step log and its loggers."""
 
 from __future__ import annotations
 
-import io
 import json
 import logging
-import subprocess
 import sys
 import time
 from importlib.util import find_spec
@@ -16,9 +14,8 @@ from typing import Any
 import pytest
 
 from ostinato.controller.watch import book, current_watch
-from ostinato.ppo import curve, loggers
+from ostinato.ppo import loggers
 from ostinato.ppo.config import PpoConfig
-from ostinato.ppo.console import ConsoleView, shown_values
 from ostinato.ppo.errors import PpoError
 from ostinato.ppo.loggers import SafeLogger, TrackingError, check_installed, check_names, plain
 from ostinato.ppo.tracking import StepLog, Tracker
@@ -267,124 +264,3 @@ def test_configuration_becomes_plain():
     found = plain(PpoConfig())
     assert found["algorithm"]["kl_ctrl"]["kl_coef"] == 0.001
     json.dumps(found)
-
-
-# --- the console view ------------------------------------------------------------------------------------------------
-
-METRICS = {
-    "critic/score/mean": 0.41234,
-    "actor/kl_loss": 0.00123,
-    "actor/entropy": float("nan"),
-    "response_length/mean": 213.4,
-    "response_length/clip_ratio": 0.03,
-    "perf/throughput": 12345.6,
-    "timing_s/step": 12.34,
-    "reward/errors": 0.0,
-}
-EVENTS = [
-    {"kind": "start", "run": "p/e", "total_steps": 100},
-    {"kind": "step", "step": 3, "total_steps": 100, "metrics": METRICS},
-    {"kind": "validation", "step": 3, "metrics": {"val-core/s/reward/mean@1": 0.25, "val-aux/s/reward/std@1": 0.1}},
-    {"kind": "note", "text": "saved [bold]here[/bold]"},
-    {"kind": "something new"},
-    {"kind": "end", "text": "done"},
-]
-
-
-def test_plain_stream_gets_lines():
-    stream = io.StringIO()
-    with ConsoleView(stream) as view:
-        for event in EVENTS:
-            view(event)
-    assert stream.getvalue().splitlines() == [
-        "p/e: 100 steps",
-        "step 3/100  reward 0.4123  kl 0.00123  entropy nan  length 213  cut 3.0%  tokens/s 12,346  s 12.3",
-        "step 3  val-core/s/reward/mean@1 0.25",
-        "saved [bold]here[/bold]",
-        "done",
-    ]
-
-
-def test_one_step_is_one():
-    stream = io.StringIO()
-    ConsoleView(stream)({"kind": "start", "run": "p/e", "total_steps": 1})
-    assert stream.getvalue() == "p/e: 1 step\n"
-
-
-def test_long_lines_are_not_broken():
-    stream = io.StringIO()
-    ConsoleView(stream)({"kind": "note", "text": "x" * 500})
-    assert stream.getvalue() == "x" * 500 + "\n"
-
-
-def test_terminal_gets_a_bar_with_the_numbers_that_matter():
-    stream = io.StringIO()
-    with ConsoleView(stream, live=True) as view:
-        for event in EVENTS[:2]:
-            view(event)
-    text = stream.getvalue()
-    assert "3/100" in text
-    assert "reward 0.4123  kl 0.00123  length 213" in text
-    assert "\x1b[?25h" in text  # the cursor is back
-
-
-def test_kl_to_the_sampling_policy_is_not_shown_as_the_kl_to_a_reference():
-    assert shown_values({"actor/ppo_kl": -2e-06}) == {"ppo_kl": "-2e-06"}
-    assert shown_values({"actor/ppo_kl": -2e-06, "actor/reward_kl_penalty": 0.1}) == {"kl": "0.1"}
-
-
-def test_reward_errors_show_only_where_there_are_some():
-    assert "reward_errors" not in shown_values(METRICS)
-    assert shown_values(METRICS | {"reward/errors": 2.0})["reward_errors"] == "2"
-
-
-def test_console_needs_no_torch():
-    code = "import sys, ostinato.ppo.console; print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "False"
-
-
-# --- the reward curve ------------------------------------------------------------------------------------------------
-
-
-def write_run(folder: Path, steps: int) -> None:
-    with Tracker(["jsonl"], folder) as tracker:
-        for step in range(1, steps + 1):
-            metrics = {"critic/score/mean": Metric.mean(step / steps)}
-            if step % 5 == 0:
-                metrics["val-core/s/reward/mean@1"] = Metric.mean(0.5)
-            tracker.report(step, metrics)
-
-
-@pytest.mark.parametrize("steps", [1, 10, 60])
-def test_curve_is_drawn_from_the_file(tmp_path: Path, steps: int):
-    write_run(tmp_path, steps)
-    picture = curve.draw(tmp_path)
-    assert picture == tmp_path / "reward.png"
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    other = curve.draw(tmp_path / loggers.JSONL, tmp_path / "other.png", ["critic/score/mean"])
-    assert other.stat().st_size > 5000
-
-
-def test_curve_of_a_resumed_run_takes_the_later_value(tmp_path: Path):
-    lines = ['{"step": 1, "a": 1}', '{"step": 2, "a": 2, "b": "nan"}', '{"step": 2, "a": 3}', '{"step": 3, "a"']
-    (tmp_path / loggers.JSONL).write_text("\n".join(lines))
-    steps = curve.read_metrics(tmp_path)
-    assert list(steps) == [1, 2]
-    assert steps[2]["a"] == 3
-    assert curve.series(steps, "a")[1].tolist() == [1, 3]
-    assert curve.series(steps, "b")[0].tolist() == [2]
-
-
-def test_curve_says_what_is_missing(tmp_path: Path):
-    with pytest.raises(FileNotFoundError, match=r"trainer\.logger=\[console,jsonl\]"):
-        curve.draw(tmp_path)
-    (tmp_path / loggers.JSONL).write_text('{"step": 1, "a": 1}\n')
-    with pytest.raises(ValueError, match="has none of these metrics; it has a"):
-        curve.draw(tmp_path)
-
-
-def test_smooth_is_the_mean_of_the_last_values():
-    import numpy as np
-
-    assert curve.smooth(np.asarray([1.0, 2, 3, 4]), 2).tolist() == [1, 1.5, 2.5, 3.5]

@@ -172,6 +172,7 @@ class Checkpoints:
         if final.exists():  # a run resumed from an older checkpoint comes past this step again
             final.rename(replaced)
         partial.rename(final)
+        logger.info("checkpoint %s is whole and in force", final)
         shutil.rmtree(replaced, ignore_errors=True)
         try:
             _sync_folder(self.folder)
@@ -191,7 +192,8 @@ class Checkpoints:
             self._pending = None
             self.num_failed += 1
             final = pending.partial.with_suffix("")
-            reason = error.reason if isinstance(error, WorkerFailed) else error
+            reason = str(error.reason if isinstance(error, WorkerFailed) else error)
+            reason = reason.replace(str(pending.partial), str(final))  # a folder that nobody will find
             self.failure = CheckpointError(f"checkpoint {final} could not be written; {self._in_force()}: {reason}")
             self.failure.__cause__ = error
             logger.warning("%s. The run goes on; the next checkpoint tries anew", self.failure)
@@ -215,6 +217,15 @@ class Checkpoints:
         for replaced in self.folder.glob("global_step_*.replaced"):
             if replaced.with_suffix("").exists():
                 shutil.rmtree(replaced)
+
+    def resume(self, mode: str, path: str | None, roles: Sequence[str]) -> Resumed | None:
+        """What this run continues from, the driver's part of it read; arguments and errors are those of `to_resume`.
+
+        Raises:
+            CheckpointError: as `to_resume` and `driver_state`.
+        """
+        found = self.to_resume(mode, path, roles)
+        return None if found is None else Resumed(found, self.driver_state(found, roles))
 
     @staticmethod
     def driver_state(checkpoint: Path, roles: Sequence[str] = ()) -> dict[str, Any]:
@@ -258,6 +269,19 @@ class Checkpoints:
                 if step in dropped[role] and (folder / role).exists():
                     (folder / role).rename(folder / f"{role}.dropped")
                     shutil.rmtree(folder / f"{role}.dropped")
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """What a run continues from.
+
+    Attributes:
+        folder: a whole checkpoint.
+        state: the loop's own state, as `begin` was given it.
+    """
+
+    folder: Path
+    state: Mapping[str, Any]
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+import os
 import sys
 from collections.abc import Mapping
 from types import TracebackType
@@ -34,6 +35,17 @@ SHOWN: tuple[tuple[str, tuple[str, ...], str], ...] = (
 
 _HIDE_ZERO = {"reward_errors", "cut"}
 _IN_BAR = ("reward", "kl", "ppo_kl", "length", "tokens/s")
+
+
+def coloured(*streams: IO[str]) -> bool:
+    """Whether colours belong on all of these streams.
+
+    `NO_COLOR` (no-color.org) says no, then `FORCE_COLOR` says yes, each where it is set and not empty; else terminals
+    have colours, and files and pipes have none.
+    """
+    if os.environ.get("NO_COLOR"):
+        return False
+    return bool(os.environ.get("FORCE_COLOR")) or all(stream.isatty() for stream in streams)
 
 
 def shown_values(metrics: Mapping[str, Any]) -> dict[str, str]:
@@ -79,8 +91,9 @@ class ConsoleView:
     """
 
     def __init__(self, stream: IO[str] | None = None, *, live: bool | None = None) -> None:
-        self._console = Console(file=stream or sys.stdout, highlight=False, soft_wrap=True, force_terminal=live)
-        self._live = self._console.is_terminal if live is None else live
+        out: IO[str] = stream or sys.stdout
+        self._live = out.isatty() if live is None else live  # FORCE_COLOR makes no terminal of a file
+        self._console = Console(file=out, highlight=False, soft_wrap=True, force_terminal=self._live)
         self._progress: Progress | None = None
         self._task: TaskID | None = None
 

@@ -11,6 +11,7 @@ from typing import Any
 from ostinato.ppo.config import PpoConfig, sharing_ranks
 from ostinato.ppo.facts import ModelFacts
 from ostinato.ppo.preflight import Checked
+from ostinato.ppo.run_folder import complete_steps
 from ostinato.workers.core.config import ModelConfig
 
 
@@ -291,10 +292,10 @@ def _output(checked: Checked) -> Iterator[tuple[str, str]]:
     tests = every[trainer.test_freq > 0].format(trainer.test_freq)
     yield "output", f"{Path(trainer.default_local_dir)}; metrics to {', '.join(trainer.logger)}"
     before = ", and before the first step" if trainer.val_before_train else ""
-    yield (
-        "output",
-        f"checkpoint {saves}; validation {tests}{before}; resume {trainer.resume_from_path or trainer.resume_mode}",
-    )
+    resume = trainer.resume_from_path or trainer.resume_mode
+    if trainer.resume_mode == "auto" and (steps := complete_steps(Path(trainer.default_local_dir), warn=False)):
+        resume = f"auto, from global_step_{steps[-1]}"
+    yield "output", f"checkpoint {saves}; validation {tests}{before}; resume {resume}"
 
 
 def _many(number: int, one: str, more: str = "") -> str:

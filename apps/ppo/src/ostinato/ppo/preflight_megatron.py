@@ -31,8 +31,7 @@ def megatron(checked: Checked) -> None:
             text = f"{section.ulysses_sequence_parallel_size} is of the FSDP engine; set it to 1 and use "
             checked.refuse(key, f"{text}{role}.megatron.context_parallel_size", f"{role}.strategy")
         owner, holder = ("actor_rollout_ref", hybrid) if role in (ACTOR, REF) else (role, section)
-        own = (getattr(section, name, None) for name in ("optim", "checkpoint"))
-        for key, text in foreign_settings(holder.model, *own):
+        for key, text in foreign_settings(holder.model, getattr(section, "optim", None)):
             checked.refuse(f"{owner if key.startswith('model.') else role}.{key}", text, f"{role}.strategy")
     _alike(checked, roles)
 

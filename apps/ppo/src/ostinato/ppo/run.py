@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import logging
+import os
+import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from importlib import import_module
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from ostinato.ppo.config import PpoConfig
+
+if TYPE_CHECKING:
+    from ostinato.ppo.checkpoint import Resumed
+    from ostinato.ppo.data import Schedule
 
 logger = logging.getLogger(__name__)
 
@@ -19,6 +26,11 @@ LOG_FORMAT = "%(levelname)s %(name)s: %(message)s"
 
 QUIET = {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
 """Environment of the workers: one loading bar a process and role says nothing that the run's own bar does not."""
+
+
+PLAIN_LOGS = {"RAY_COLOR_PREFIX": "0", "RAY_DEDUP_LOGS": "0"}
+"""Environment of this process where its output goes to no terminal: Ray colours the prefix of a worker's line, and its
+note that a line was left out because other workers wrote it too."""
 
 
 def run(config: PpoConfig, on_event: Callable[[Event], None]) -> None:
@@ -37,12 +49,19 @@ def run(config: PpoConfig, on_event: Callable[[Event], None]) -> None:
     from ostinato.ppo.preflight_launch import check_launch
 
     config = with_device(config)
-    check_launch(config)
-    if config.trainer.backend == "local":
+    done = finished(config)
+    if not done:
+        check_launch(config)
+    if done or config.trainer.backend == "local":
         train(config, emit=on_event)
         return
-    from ostinato.controller.ray import driver, env
+    from ostinato.ppo.console import coloured
     from ostinato.ppo.tracking import guarded
+
+    if not coloured(sys.stdout, sys.stderr):  # before Ray is imported: it reads one of them only then
+        for name, value in PLAIN_LOGS.items():
+            os.environ.setdefault(name, value)
+    from ostinato.controller.ray import driver, env
 
     with env.ray_session(env_vars=QUIET):
         driver.run_on_cluster(train_logged, config, logging.root.level, on_event=guarded(on_event))
@@ -62,6 +81,8 @@ def train_logged(config: PpoConfig, level: int, *, emit: Callable[[Event], None]
 
 def train(config: PpoConfig, *, emit: Callable[[Event], None]) -> None:
     """The whole run in this process: the driver's side of every stage.
+
+    Where the checkpoint that it goes on from has all its steps already, it says so and starts nothing.
 
     Args:
         config: the configuration, `trainer.device` settled.
@@ -89,6 +110,12 @@ def train(config: PpoConfig, *, emit: Callable[[Event], None]) -> None:
         tokenizer = load_tokenizer(config.actor_rollout_ref.model)
         schedule = Schedule(config.data, tokenizer, config.trainer)
         config = config.with_total_steps(schedule.num_prompts)
+        resumed = checkpoints.resume(trainer.resume_mode, trainer.resume_from_path, trained_roles(config))
+        if resumed is not None:
+            schedule.load_state_dict(resumed.state["schedule"])
+            if schedule.step >= schedule.total_steps:
+                emit({"kind": "note", "text": nothing_left(config, schedule, resumed)})
+                return
         validation = Validation(config, tokenizer) if config.data.val_files else None  # a faulty prompt is found soon
         tracker = Tracker(trainer.logger, trainer.default_local_dir, config, emit, total_steps=schedule.total_steps)
         stack.callback(tracker.close)
@@ -101,11 +128,54 @@ def train(config: PpoConfig, *, emit: Callable[[Event], None]) -> None:
         reward = build_reward(config, tokenizer, groups)
         stack.callback(reward.close)
         observe = observers(trainer, tokenizer)
-        Trainer(config, groups, reward, schedule, validation, tracker, checkpoints, observe).fit()
+        Trainer(config, groups, reward, schedule, validation, tracker, checkpoints, observe, resumed).fit()
         if "jsonl" in trainer.logger:
             tracker.note(f"reward curve: {curve.draw(checkpoints.folder)}")
         steps = f"{schedule.total_steps} step" + ("" if schedule.total_steps == 1 else "s")
         tracker.note(f"done, {steps}; what the run leaves behind is in {checkpoints.folder}")
+
+
+def finished(config: PpoConfig) -> bool:
+    """Whether the checkpoint that a run goes on from has all its steps, as far as the files here tell.
+
+    Then `train` starts no worker and needs neither GPUs nor a cluster. It counts anew, with the prompts that are left
+    after filtering: here are all, so no run is held for finished that is not.
+    """
+    from ostinato.ppo.facts import Unreadable, read_data
+    from ostinato.ppo.run_folder import complete_steps, step_of
+
+    trainer, data = config.trainer, config.data
+    if trainer.resume_mode == "auto":
+        steps = complete_steps(Path(trainer.default_local_dir), roles=trained_roles(config), warn=False)
+    else:
+        steps = [step_of(Path(trainer.resume_from_path or ""))] if trainer.resume_mode == "resume_path" else []
+    if not steps:
+        return False
+    try:
+        rows = sum(read_data(file, data.prompt_key).num_rows for file in data.train_files)
+    except Unreadable:  # `train` says so, where it will read the files
+        return False
+    prompts = rows if data.train_max_samples < 0 else min(rows, data.train_max_samples)
+    return steps[-1] >= config.total_steps(prompts)
+
+
+def trained_roles(config: PpoConfig) -> list[str]:
+    """Roles with weights that change."""
+    return ["actor", "critic"] if config.needs_critic else ["actor"]
+
+
+def nothing_left(config: PpoConfig, schedule: Schedule, resumed: Resumed) -> str:
+    """What to say of a run whose steps are all done."""
+    trainer, total = config.trainer, schedule.total_steps
+    counted = (
+        f"trainer.total_epochs={trainer.total_epochs} × {schedule.steps_per_epoch} an epoch = {total}"
+        if trainer.total_training_steps is None
+        else f"trainer.total_training_steps={trainer.total_training_steps}"
+    )
+    return (
+        f"nothing to do: the checkpoint {resumed.folder} is of step {schedule.step}, and {counted}. Raise that to "
+        "train on; to start anew take another trainer.experiment_name, or trainer.resume_mode=disable"
+    )
 
 
 def with_device(config: PpoConfig) -> PpoConfig:

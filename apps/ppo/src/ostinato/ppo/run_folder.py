@@ -36,6 +36,12 @@ def model_fingerprint(model_path: str | Path) -> dict[str, Any]:
     }
 
 
+def step_of(checkpoint: Path) -> int:
+    """The step that a checkpoint's folder is named after; -1 where it is named otherwise."""
+    match = _STEP.fullmatch(checkpoint.name)
+    return -1 if match is None else int(match[1])
+
+
 def complete_steps(folder: Path, *, roles: Sequence[str] = (), warn: bool = True) -> list[int]:
     """Steps with a whole checkpoint under `folder`, ascending.
 
@@ -46,12 +52,12 @@ def complete_steps(folder: Path, *, roles: Sequence[str] = (), warn: bool = True
     """
     steps = []
     for path in folder.glob("global_step_*"):
-        match = _STEP.fullmatch(path.name.removesuffix(".partial"))
-        if match is None:
+        step = step_of(path.with_name(path.name.removesuffix(".partial")))
+        if step < 0:
             continue
         if (path / MARKER).exists() and not path.name.endswith(".partial"):
             if all((path / role).is_dir() for role in roles):
-                steps.append(int(match[1]))
+                steps.append(step)
         elif warn:
             logger.warning("%s was cut off while it was written and is passed over", path)
     return sorted(steps)

@@ -16,7 +16,7 @@ from typing import Any
 
 from ostinato.ppo.balance import balance
 from ostinato.ppo.baseline import GreedyBaseline
-from ostinato.ppo.checkpoint import Checkpoints
+from ostinato.ppo.checkpoint import Checkpoints, Resumed
 from ostinato.ppo.config import PpoConfig
 from ostinato.ppo.data import Schedule, follow, rollouts
 from ostinato.ppo.estimate import Estimate, correct
@@ -39,11 +39,12 @@ class Trainer:
         config: the whole configuration, checked.
         groups: worker groups by role: `actor`, and `critic` and `reward_model` where the configuration has them.
         reward: `batch -> token_level_scores`, a rule on the driver or the reward model's group method.
-        schedule: the training data, step by step.
+        schedule: the training data, step by step; of a run that is resumed, where that goes on.
         validation: the validation pass, or None without validation data.
         tracker: metrics, timings, progress.
         checkpoints: the run folder.
         observers: look at the scored rows of each step, by timing name.
+        resumed: the checkpoint that the run goes on from; None: it starts.
     """
 
     config: PpoConfig
@@ -54,6 +55,7 @@ class Trainer:
     tracker: Tracker
     checkpoints: Checkpoints
     observers: Mapping[str, Callable[[DataProto], None]]
+    resumed: Resumed | None = None
 
     def __post_init__(self) -> None:
         config = self.config
@@ -64,13 +66,13 @@ class Trainer:
         self.preparations: dict[str, Callable[[DataProto], DataProto]] = {}  # steps on the prompts, by timing name
         if "reward_baselines" in self.estimate.wanted:
             self.preparations["baseline"] = GreedyBaseline(self.actor, self.reward)
-        self.step = 0
+        self.step = self.schedule.step
         self.num_mini_batches = config.actor_rollout_ref.actor.num_mini_batches
         if self.critic:  # the finest cut that both roles' mini-batches are whole multiples of
             self.num_mini_batches = math.lcm(self.num_mini_batches, config.critic.num_mini_batches)
 
     def fit(self) -> None:
-        """Train until the schedule ends, from the newest checkpoint on where there is one."""
+        """Train until the schedule ends, from the checkpoint on where the run is resumed."""
         cfg, trainer = self.config, self.config.trainer
         self.resume()
         if trainer.val_before_train and self.step == 0:
@@ -143,15 +145,13 @@ class Trainer:
         return {"training/failed_checkpoints": Metric.max(float(self.checkpoints.num_failed))}
 
     def resume(self) -> None:
-        """Continue from the checkpoint that `trainer.resume_mode` chooses, if there is one."""
-        trainer = self.config.trainer
-        found = self.checkpoints.to_resume(trainer.resume_mode, trainer.resume_from_path, self.trained)
-        if found is None:
+        """Take over the checkpoint that the run goes on from, if there is one; the schedule has its part already."""
+        if self.resumed is None:
             return
-        self.load_state_dict(self.checkpoints.driver_state(found, self.trained))
+        self.estimate.load_state_dict(self.resumed.state["estimate"])
         for role in self.trained:
-            self.groups[role].load_checkpoint(str(found / role))
-        self.tracker.note(f"resumed from {found}, step {self.step} of {self.schedule.total_steps}")
+            self.groups[role].load_checkpoint(str(self.resumed.folder / role))
+        self.tracker.note(f"resumed from {self.resumed.folder}, step {self.step} of {self.schedule.total_steps}")
 
     @property
     def trained(self) -> list[str]:
@@ -173,9 +173,3 @@ class Trainer:
     def state_dict(self) -> dict[str, Any]:
         """What the loop itself needs to continue."""
         return {"step": self.step, "schedule": self.schedule.state_dict(), "estimate": self.estimate.state_dict()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` gave."""
-        self.step = state["step"]
-        self.schedule.load_state_dict(state["schedule"])
-        self.estimate.load_state_dict(state["estimate"])

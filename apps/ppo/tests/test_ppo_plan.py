@@ -1,0 +1,76 @@
+"""The plan: sizes, memory, length, and the facts that it rests on."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+
+import pytest
+
+from ostinato.ppo.facts import read_model
+from ostinato.ppo.plan import memory_plan, plan_text
+from ostinato.ppo.preflight import examine
+from ostinato.ppo.testing import write_model
+
+ROLLOUT, ACTOR, PATH = "actor_rollout_ref.rollout", "actor_rollout_ref.actor", "actor_rollout_ref.model.path"
+
+
+def test_ppo_preflight_parameters_are_counted_from_the_weights(tmp_path):
+    folder = Path(write_model(tmp_path / "m"))
+    estimate = read_model(str(folder)).num_parameters
+    attention, mlp = 2 * 32 * 32 + 2 * 32 * 16, 3 * 32 * 64
+    assert estimate == 2 * (attention + mlp + 64) + 64 * 32 + 32
+    header = {"a": {"dtype": "F32", "shape": [3, 5], "data_offsets": [0, 60]}, "__metadata__": {"format": "pt"}}
+    raw = json.dumps(header).encode()
+    for name in ("model-1-of-2.safetensors", "model-2-of-2.safetensors"):
+        (folder / name).write_bytes(struct.pack("<Q", len(raw)) + raw + bytes(60))
+    facts = read_model(str(folder))
+    assert facts.num_parameters == 30
+    assert facts.has_weights
+
+
+def test_ppo_preflight_memory_plan(make):
+    changes = {
+        "trainer.n_gpus_per_node": 4,
+        f"{ACTOR}.use_kl_loss": True,
+        f"{ACTOR}.fsdp_config": {"param_offload": True, "optimizer_offload": True},
+        f"{ROLLOUT}.tensor_model_parallel_size": 2,
+        f"{ROLLOUT}.name": "vllm",
+        "algorithm.adv_estimator": "gae",
+        "critic.fsdp_config": {"fsdp_size": 2},
+    }
+    checked = examine(make(**changes))
+    count = checked.models["actor"].num_parameters
+    assert count is not None
+    plans = {plan.role: plan for plan in memory_plan(checked)}
+    assert plans["actor"].total == pytest.approx(count * 16 / 4)
+    assert plans["actor"].offloaded == "weights and optimizer"
+    assert plans["critic"].total == pytest.approx(count * 16 / 2)
+    assert plans["reference"].total == pytest.approx(count * 4 / 4)
+    assert plans["rollout (vllm)"].total == pytest.approx(count * 2 / 2)
+    assert "GPU" in plan_text(checked)
+
+
+def test_ppo_preflight_memory_plan_of_an_adapter(make):
+    """Weights alone, once: the reference is the actor's model, and the adapter's own state is small."""
+    checked = examine(make(**{"actor_rollout_ref.model.lora_rank": 8, f"{ACTOR}.use_kl_loss": True}))
+    plans = {plan.role: plan for plan in memory_plan(checked)}
+    assert plans["actor"].total == pytest.approx(checked.models["actor"].num_parameters * 4)
+    assert "reference" not in plans
+    assert "parameters, adapters of rank 8, " in plan_text(checked)
+
+
+def test_ppo_preflight_plan_without_a_known_size(make, tmp_path):
+    checked = examine(make(**{PATH: write_model(tmp_path / "odd", hidden_size=None)}))
+    assert memory_plan(checked) == []
+    assert "not estimated" in plan_text(checked)
+
+
+def test_ppo_preflight_length_tells_the_passes_over_the_data(make):
+    """A step budget counts whatever the epochs: fewer steps than they give, or more."""
+    assert "1 step an epoch (40 // 32) × 2 epochs = 2 steps, 4 updates of the actor\n" in plan_text(
+        examine(make(**{"trainer.total_epochs": 2}))
+    )
+    text = plan_text(examine(make(**{"trainer.total_epochs": 2, "trainer.total_training_steps": 5})))
+    assert "trainer.total_training_steps=5 = 5 steps, 10 updates of the actor, 5 passes over the data\n" in text

@@ -1,0 +1,59 @@
+"""What is looked at where a run is about to start, and never before."""
+
+from __future__ import annotations
+
+import pytest
+
+from ostinato.ppo.errors import LaunchError
+from ostinato.ppo.preflight import examine
+from ostinato.ppo.preflight_launch import check_launch
+
+ROLLOUT = "actor_rollout_ref.rollout"
+
+
+def test_ppo_preflight_static_checks_look_at_no_hardware_and_no_engine(make, monkeypatch):
+    """`dry_run` for sixteen GPUs and an engine that is absent passes anywhere."""
+    import importlib.util
+
+    import torch
+
+    def forbidden(*_: object, **__: object) -> None:
+        raise AssertionError("a static check looked at the machine")
+
+    for name in ("is_available", "device_count", "current_device"):
+        monkeypatch.setattr(torch.cuda, name, forbidden)
+    monkeypatch.setattr(importlib.util, "find_spec", forbidden)
+    wanted = {f"{ROLLOUT}.name": "vllm", "trainer.n_gpus_per_node": 8, "trainer.nnodes": 2, "trainer.device": "cuda"}
+    assert examine(make(**wanted, **{"trainer.logger": ["wandb", "mlflow"]})).problems == []
+
+
+def test_ppo_preflight_launch_refuses_what_the_machine_lacks(make, monkeypatch):
+    import torch
+
+    from ostinato.ppo import loggers
+    from ostinato.rollout import backends
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(backends, "_is_importable", lambda module: module != "vllm")
+    monkeypatch.setattr(loggers, "find_spec", lambda module: None if module == "wandb" else object())
+    config = make(
+        **{"trainer.n_gpus_per_node": 8, "trainer.device": "cuda", f"{ROLLOUT}.name": "vllm", "trainer.logger": "wandb"}
+    )
+    with pytest.raises(LaunchError) as refusal:
+        check_launch(config)
+    text = str(refusal.value)
+    assert "n_gpus_per_node=8" in text
+    assert "2 found" in text
+    assert "pip install" in text
+    assert "wandb" in text
+    check_launch(make(**{"trainer.n_gpus_per_node": 2, "trainer.device": "cuda"}))
+    check_launch(make(**{"trainer.n_gpus_per_node": 64, "trainer.device": "cpu"}))
+
+
+def test_ppo_preflight_launch_refuses_an_adapter_without_peft(make, monkeypatch):
+    config = make(**{"actor_rollout_ref.model.lora_rank": 8, "trainer.device": "cpu"})
+    check_launch(config)
+    monkeypatch.setattr("ostinato.ppo.preflight_launch.find_spec", lambda module: None)
+    with pytest.raises(LaunchError, match=r"pip install 'ostinato-workers-fsdp\[lora\]'"):
+        check_launch(config)
