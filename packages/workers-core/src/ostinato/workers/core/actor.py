@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from ostinato.controller import Coordinates, Dispatch, Worker, register
+from ostinato.controller import Coordinates, Dispatch, register
 from ostinato.protocol import DataProto, Metric, columns
 from ostinato.rollout import Rollout, build_rollout
 from ostinato.rollout.reshard import reshard
@@ -24,10 +23,9 @@ from ostinato.workers.core.losses import ActorObjective
 from ostinato.workers.core.memory import MemoryTimeline, memory_metrics
 from ostinato.workers.core.microbatch import pack
 from ostinato.workers.core.residency import Residency
+from ostinato.workers.core.saving import SavedWorker
 from ostinato.workers.core.scoring import SCORING, Outputs, log_probs_of, scored
 from ostinato.workers.core.update import update
-
-logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -36,7 +34,7 @@ GENERATED = (*columns.ROLLOUT, "uid", "rollout_id")
 TRAINING = (*SCORING, "old_log_probs", "advantages", "ref_log_prob", "rollout_is_weights", "mini_batch")
 
 
-class ActorRolloutRefWorker(Worker):
+class ActorRolloutRefWorker(SavedWorker):
     """One rank of the policy.
 
     Args:
@@ -212,30 +210,6 @@ class ActorRolloutRefWorker(Worker):
         return DataProto.from_dict(meta_info={"metrics": metrics})
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def save_checkpoint(self, path: str, step: int | None = None) -> None:
-        """Write model, optimizer, schedule and random state under `path`, or begin to; collective."""
-        saved = self._need(self._checkpoint, "save_checkpoint", "actor")
-        saved.save(Path(path), writes=self.rank == 0)
-        logger.info("rank %d: actor of step %s saved under %s", self.rank, step, path)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def checkpoint_saved(self, wait: bool = False) -> bool:
-        """Whether the last `save_checkpoint` is whole; with `actor.checkpoint.async_save` it is so some time later.
-
-        Args:
-            wait: wait until it is.
-
-        Raises:
-            OSError: it could not be written.
-        """
-        return self._need(self._checkpoint, "checkpoint_saved", "actor").saved(wait)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def load_checkpoint(self, path: str) -> None:
-        """Read what `save_checkpoint` wrote, at any number of ranks; collective. The reference stays as it is."""
-        self._need(self._checkpoint, "load_checkpoint", "actor").load(Path(path))
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def export_hf(self, path: str) -> None:
         """Write the actor as a Hugging Face folder; collective, rank 0 writes."""
         actor = self._need(self._actor, "export_hf", "actor")
@@ -279,6 +253,9 @@ class ActorRolloutRefWorker(Worker):
     def _score(self, part: Residency, batch: DataProto, limit: BatchLimit, **asked: bool) -> Outputs | None:
         packer = partial(pack, temperature=self.config.rollout.temperature, device=part.engine.device)
         return scored(part, batch, packer, log_probs_of, limit, **asked)
+
+    def _saved(self, method: str) -> RoleCheckpoint:
+        return self._need(self._checkpoint, method, "actor")
 
     def _need(self, part: T | None, method: str, role: str) -> T:
         if part is None:

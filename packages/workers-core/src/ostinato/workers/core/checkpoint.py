@@ -1,11 +1,16 @@
-"""What a role worker writes for a checkpoint: the engine's state, and what an export needs beside it."""
+"""What a role worker writes for a checkpoint: the engine's state, and what an export needs beside it.
+
+`WriteUnderWay` and `named_failure` are for the engines.
+"""
 
 from __future__ import annotations
 
 import json
 import logging
 import os
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -134,6 +139,43 @@ class RoleCheckpoint:
         """Read what `save` wrote, at any number of ranks; collective."""
         with self._residency.training():
             self._residency.engine.load(path)
+
+
+class WriteUnderWay:
+    """A checkpoint that a thread writes; for engines, as their `PendingSave`.
+
+    Args:
+        write: writes it, and raises the engine's error where it cannot.
+    """
+
+    def __init__(self, write: Callable[[], None]) -> None:
+        self._written: Future[None] = Future()
+        # A daemon: a process that ends does not wait for a checkpoint that nobody will declare whole.
+        threading.Thread(target=self._run, args=(write,), name="checkpoint", daemon=True).start()
+
+    def done(self) -> bool:
+        """Whether this rank has nothing more to write, be it that it has failed."""
+        return self._written.done()
+
+    def end(self) -> None:
+        """Return once this rank has nothing more to write."""
+        wait([self._written])
+
+    def wait(self) -> None:
+        """Return once the checkpoint is whole.
+
+        Raises:
+            OSError: it could not be written, on whichever rank.
+        """
+        self._written.result()
+
+    def _run(self, write: Callable[[], None]) -> None:
+        try:
+            write()
+        except BaseException as error:  # it is raised where the checkpoint is waited for
+            self._written.set_exception(error)
+        else:
+            self._written.set_result(None)
 
 
 @contextmanager

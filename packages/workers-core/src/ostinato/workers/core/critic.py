@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 from functools import partial
 from pathlib import Path
 
-from ostinato.controller import Dispatch, Worker, register
+from ostinato.controller import Dispatch, register
 from ostinato.protocol import DataProto
 from ostinato.workers.core.checkpoint import RoleCheckpoint
 from ostinato.workers.core.config import CriticConfig
@@ -18,15 +17,14 @@ from ostinato.workers.core.losses import CriticObjective
 from ostinato.workers.core.memory import memory_metrics
 from ostinato.workers.core.microbatch import pack
 from ostinato.workers.core.residency import Residency
+from ostinato.workers.core.saving import SavedWorker
 from ostinato.workers.core.scoring import SCORING, scored, values_as
 from ostinato.workers.core.update import update
-
-logger = logging.getLogger(__name__)
 
 TRAINING = (*SCORING, "values", "returns", "mini_batch")
 
 
-class CriticWorker(Worker):
+class CriticWorker(SavedWorker):
     """One rank of the critic.
 
     Args:
@@ -92,29 +90,6 @@ class CriticWorker(Worker):
             )
         metrics |= self._mfu.metrics("critic", batch, config.ppo_epochs) | memory_metrics(critic.engine.device)
         return DataProto.from_dict(meta_info={"metrics": metrics})
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def save_checkpoint(self, path: str, step: int | None = None) -> None:
-        """Write model, optimizer, schedule and random state under `path`, or begin to; collective."""
-        self._saved("save_checkpoint").save(Path(path), writes=self.rank == 0)
-        logger.info("rank %d: critic of step %s saved under %s", self.rank, step, path)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def checkpoint_saved(self, wait: bool = False) -> bool:
-        """Whether the last `save_checkpoint` is whole; with `critic.checkpoint.async_save` it is so some time later.
-
-        Args:
-            wait: wait until it is.
-
-        Raises:
-            OSError: it could not be written.
-        """
-        return self._saved("checkpoint_saved").saved(wait)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def load_checkpoint(self, path: str) -> None:
-        """Read what `save_checkpoint` wrote, at any number of ranks; collective."""
-        self._saved("load_checkpoint").load(Path(path))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def export_hf(self, path: str) -> None:

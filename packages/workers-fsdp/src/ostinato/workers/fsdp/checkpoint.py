@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
@@ -18,7 +17,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_state_di
 from torch.distributed.checkpoint.state_dict_saver import save as save_state_dict
 from torch.distributed.tensor import DTensor
 
-from ostinato.workers.core.checkpoint import named_failure
+from ostinato.workers.core.checkpoint import WriteUnderWay, named_failure
 from ostinato.workers.fsdp.errors import CheckpointError
 from ostinato.workers.fsdp.lora import is_adapter
 from ostinato.workers.fsdp.offload import HostCopies
@@ -170,45 +169,6 @@ class BackgroundWriter:
             else self._copies.take(f"{prefix}{name}", value)
             for name, value in state.items()
         }
-
-
-class WriteUnderWay:
-    """A checkpoint that a thread writes; the `PendingSave` of this engine.
-
-    Args:
-        write: Writes it.
-    """
-
-    def __init__(self, write: Callable[[], None]) -> None:
-        self._write = write
-        self._error: BaseException | None = None
-        # A daemon: a process that ends does not wait for a checkpoint that nobody will declare whole.
-        self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
-        self._thread.start()
-
-    def done(self) -> bool:
-        """Whether this rank has nothing more to write, be it that it has failed."""
-        return not self._thread.is_alive()
-
-    def end(self) -> None:
-        """Return once this rank has nothing more to write."""
-        self._thread.join()
-
-    def wait(self) -> None:
-        """Return once the checkpoint is whole.
-
-        Raises:
-            CheckpointError: It could not be written, on whichever rank.
-        """
-        self.end()
-        if self._error is not None:
-            raise self._error
-
-    def _run(self) -> None:
-        try:
-            self._write()
-        except BaseException as error:  # it is raised where the checkpoint is waited for
-            self._error = error
 
 
 def load(
