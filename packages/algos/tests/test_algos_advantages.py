@@ -5,15 +5,12 @@ from __future__ import annotations
 import inspect
 import warnings
 
-import numpy as np
 import pytest
 import torch
 
 from ostinato.algos import (
     ArgumentError,
-    ShapeError,
     SingletonGroupWarning,
-    UnknownNameError,
     adv_estimators,
     gae,
     gdpo,
@@ -26,13 +23,11 @@ from ostinato.algos import (
     opo,
     optimal_token_baseline,
     place_outcome,
-    register_adv_est,
     reinforce_plus_plus,
     reinforce_plus_plus_baseline,
     remax,
     rloo,
 )
-from ostinato.algos.registry import _ADV_ESTIMATORS
 
 F64 = torch.float64
 GROUP_ESTIMATORS = [name for name in adv_estimators() if "groups" in keywords(get_adv_estimator(name))]
@@ -45,25 +40,6 @@ def outcome(scores, lengths=None, width=4):
     lengths = [1] * len(scores) if lengths is None else lengths
     mask = torch.arange(width) < torch.tensor(lengths)[:, None]
     return place_outcome(torch.tensor(scores, dtype=F64), mask), mask
-
-
-def call(name, rewards, mask, groups, rollouts=None, **given):
-    """Any estimator, with harmless values for what it wants beside."""
-    fn = get_adv_estimator(name)
-    zeros = torch.zeros_like(rewards)
-    supply = {
-        "groups": groups,
-        "rollouts": rollouts,
-        "values": zeros,
-        "gamma": 0.9,
-        "lam": 0.8,
-        "reward_baselines": zeros.sum(-1),
-        "log_probs": zeros - 1.0,
-        "sum_pi_squared": zeros + 0.5,
-        "reward_scores": {"all": torch.where(mask.bool(), rewards, zeros).sum(-1)},
-        **given,
-    }
-    return fn(rewards, mask, **{key: supply[key] for key in keywords(fn) if key in supply})
 
 
 REWARDS, MASK = outcome([1, 0, 0.5, 2, 1], [3, 2, 4, 1, 3])
@@ -137,7 +113,7 @@ def test_gae_steps_over_tool_tokens(tool_value):
 
 @pytest.mark.parametrize("gaps", [1, 2, 5])
 @pytest.mark.parametrize("name", ["gae", "reinforce_plus_plus", "remax", "optimal_token_baseline"])
-def test_time_estimators_do_not_see_how_long_a_tool_gap_is(name, gaps):
+def test_time_estimators_do_not_see_how_long_a_tool_gap_is(name, gaps, estimate):
     """H-13, its kind: rows with their gaps cut out give the same advantages on the policy tokens."""
     torch.manual_seed(gaps)
     dense = [torch.randn(4, 6, dtype=F64) for _ in range(3)]
@@ -150,7 +126,7 @@ def test_time_estimators_do_not_see_how_long_a_tool_gap_is(name, gaps):
 
     def run(tensors, valid):
         rewards, values, log_probs = tensors
-        return call(
+        return estimate(
             name, rewards, valid, list("aabb"), values=values, log_probs=-log_probs.abs(), sum_pi_squared=values.abs()
         )
 
@@ -210,10 +186,10 @@ UNEVEN_LABELS = list("aaaabbbcccc")
 
 
 @pytest.mark.parametrize("name", GROUP_ESTIMATORS)
-def test_groups_come_from_labels_not_from_a_stride(name):
+def test_groups_come_from_labels_not_from_a_stride(name, estimate):
     """H-17: sizes 4, 3, 4; the flat middle group is 0, and so are the sums of each group where the form is linear."""
     rewards, mask = outcome(UNEVEN)
-    advantages, _ = call(name, rewards, mask, UNEVEN_LABELS)
+    advantages, _ = estimate(name, rewards, mask, UNEVEN_LABELS)
     if name not in ("reinforce_plus_plus_baseline", "gdpo"):
         # The ε of the token baseline leaves a trace of itself.
         assert advantages[4:7].abs().max() <= (1e-6 if name == "optimal_token_baseline" else 0.0)
@@ -222,28 +198,15 @@ def test_groups_come_from_labels_not_from_a_stride(name):
     assert advantages[:4].any()
 
 
-@pytest.mark.parametrize("name", adv_estimators())
-def test_estimators_do_not_depend_on_the_order_of_rows(name):
-    """H-17, its kind: shuffling the rows shuffles the result."""
-    torch.manual_seed(1)
-    mask = (torch.rand(11, 6) < 0.7).int()
-    rewards = torch.randn(11, 6, dtype=F64)
-    order = torch.randperm(11)
-    plain = call(name, rewards, mask, UNEVEN_LABELS)
-    shuffled = call(name, rewards[order], mask[order], [UNEVEN_LABELS[i] for i in order])
-    for a, b in zip(plain, shuffled, strict=True):
-        torch.testing.assert_close(a[order], b, rtol=1e-12, atol=1e-12)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("score", [0.35, 0.1, -1 / 3, 1e6 + 0.7])
 @pytest.mark.parametrize("size", [2, 3, 7, 8])
 @pytest.mark.parametrize("name", ["grpo", "grpo_passk", "rloo", "opo", "gpg", "reinforce_plus_plus_baseline", "gdpo"])
-def test_equal_rewards_give_exactly_zero(name, size, score, dtype):
+def test_equal_rewards_give_exactly_zero(name, size, score, dtype, estimate):
     """Eight rewards of .35 in float32 must not give .029."""
     rewards = torch.zeros(size, 3, dtype=dtype)
     rewards[:, 2] = score
-    advantages, _ = call(name, rewards, torch.ones(size, 3), [0] * size)
+    advantages, _ = estimate(name, rewards, torch.ones(size, 3), [0] * size)
     assert advantages.dtype == dtype
     assert not advantages.any()
 
@@ -255,18 +218,18 @@ def test_equal_rewards_of_rollouts_in_unlike_numbers_of_rows_give_exactly_zero()
 
 
 @pytest.mark.parametrize("name", GROUP_ESTIMATORS)
-def test_a_row_without_policy_tokens_leaves_its_group(name):
+def test_a_row_without_policy_tokens_leaves_its_group(name, estimate):
     """H-18: whatever its reward, its siblings do not move and it gets 0."""
     mask = torch.tensor([[0, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0]])
     results = []
     for lost in (100.0, -3.0, float("nan")):
         rewards = torch.tensor([[0, 0, 0, lost], [0, 1, 0, lost], [0, 0, 0, lost]], dtype=F64)
         scores = {"all": torch.tensor([lost, 1, 0], dtype=F64)}
-        results.append(call(name, rewards, mask, list("ggg"), reward_scores=scores)[0])
+        results.append(estimate(name, rewards, mask, list("ggg"), reward_scores=scores)[0])
     assert torch.equal(results[0], results[1])
     assert torch.equal(results[0], results[2])
     assert not results[0][0].any()
-    alone, _ = call(name, rewards[1:], mask[1:], list("gg"), reward_scores={"all": scores["all"][1:]})
+    alone, _ = estimate(name, rewards[1:], mask[1:], list("gg"), reward_scores={"all": scores["all"][1:]})
     torch.testing.assert_close(results[0][1:], alone)
 
 
@@ -279,11 +242,11 @@ def test_a_row_without_policy_tokens_gives_the_checked_values():
 
 
 @pytest.mark.parametrize("name", ["grpo", "grpo_passk", "rloo", "gpg"])
-def test_a_rollout_of_several_rows_counts_once(name):
+def test_a_rollout_of_several_rows_counts_once(name, estimate):
     """H-20: X (reward 1) in three rows, Y (reward 0) in one."""
     rewards, mask = outcome([1.0, 1, 1, 0])
-    split, _ = call(name, rewards, mask, list("gggg"), list("XXXY"))
-    whole, _ = call(name, rewards[2:], mask[2:], list("gg"), list("XY"))
+    split, _ = estimate(name, rewards, mask, list("gggg"), list("XXXY"))
+    whole, _ = estimate(name, rewards[2:], mask[2:], list("gg"), list("XY"))
     torch.testing.assert_close(split[2:], whole)
     torch.testing.assert_close(split[0], split[2])
     torch.testing.assert_close(split[1], split[2])
@@ -311,23 +274,23 @@ def test_leave_one_out_has_no_division_by_a_deviation():
 
 
 @pytest.mark.parametrize("name", ["grpo", "grpo_passk", "rloo", "opo", "gpg", "optimal_token_baseline"])
-def test_group_advantages_are_not_whitened_again(name):
+def test_group_advantages_are_not_whitened_again(name, estimate):
     """H-22: a second group cannot change the first one's advantages, as whitening over the batch would."""
     rewards, mask = outcome([1.0, 0, 0.5, 4, 1, 9])
-    both, _ = call(name, rewards, mask, list("aaabbb"))
+    both, _ = estimate(name, rewards, mask, list("aaabbb"))
     # gpg scales by the share of scores that are not 0, over the batch: 5 of 6 against 2 of 3.
     factor = (6 / 5) / (3 / 2) if name == "gpg" else 1.0
-    torch.testing.assert_close(both[:3], call(name, rewards[:3], mask[:3], list("aaa"))[0] * factor)
+    torch.testing.assert_close(both[:3], estimate(name, rewards[:3], mask[:3], list("aaa"))[0] * factor)
 
 
 @pytest.mark.parametrize("name", GROUP_ESTIMATORS)
 @pytest.mark.parametrize("rollouts", [None, list("XYZ")])
-def test_a_group_of_one_gets_zero_with_one_warning(name, rollouts):
+def test_a_group_of_one_gets_zero_with_one_warning(name, rollouts, estimate):
     """A-108: the same choice in every estimator."""
     rewards, mask = outcome([3.0, 1, 2], [2, 3, 4])
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        advantages, _ = call(name, rewards, mask, list("xyy"), rollouts)
+        advantages, _ = estimate(name, rewards, mask, list("xyy"), rollouts)
     assert [item.category for item in caught] == [SingletonGroupWarning]
     assert not advantages[0].any()
     assert torch.isfinite(advantages).all()
@@ -335,10 +298,10 @@ def test_a_group_of_one_gets_zero_with_one_warning(name, rollouts):
 
 
 @pytest.mark.parametrize("name", GROUP_ESTIMATORS)
-def test_one_rollout_in_two_rows_is_a_group_of_one(name):
+def test_one_rollout_in_two_rows_is_a_group_of_one(name, estimate):
     rewards, mask = outcome([3.0, 1, 2], [2, 3, 4])
     with pytest.warns(SingletonGroupWarning):
-        advantages, _ = call(name, rewards, mask, list("xxx"), list("AAA"))
+        advantages, _ = estimate(name, rewards, mask, list("xxx"), list("AAA"))
     assert not advantages.any()
 
 
@@ -411,146 +374,3 @@ def test_optimal_token_baseline_tail_past_the_second_longest_is_zero():
     # With one weight for all, the baseline is the mean over the rows that reach the position.
     torch.testing.assert_close(advantages[:, 2], torch.tensor([0, -1, 1], dtype=F64), rtol=0, atol=1e-7)
     torch.testing.assert_close(advantages[:, 0], torch.tensor([0, -1, 1], dtype=F64), rtol=0, atol=1e-7)
-
-
-@pytest.mark.parametrize("name", adv_estimators())
-@pytest.mark.parametrize("junk", [float("nan"), float("inf"), -1e30])
-def test_estimators_ignore_what_lies_under_the_mask_and_change_no_input(name, junk):
-    torch.manual_seed(3)
-    mask = torch.rand(6, 9) < 0.6
-    mask[4] = False
-    columns = {key: torch.randn(6, 9) for key in ("rewards", "values", "log_probs", "sum_pi_squared")}
-    labels = np.array(list("aabbab"), dtype=object)
-
-    def run(fill):
-        filled = {key: torch.where(mask, value, fill) for key, value in columns.items()}
-        before = {key: value.clone() for key, value in filled.items()}
-        scores = {"all": torch.arange(6.0)}
-        result = call(
-            name,
-            filled["rewards"],
-            mask,
-            labels,
-            values=filled["values"],
-            log_probs=filled["log_probs"],
-            sum_pi_squared=filled["sum_pi_squared"],
-            reward_baselines=torch.ones(6),
-            reward_scores=scores,
-        )
-        for key, value in filled.items():
-            assert torch.equal(value[mask], before[key][mask])
-            assert torch.equal(value.nan_to_num(7.0), before[key].nan_to_num(7.0))
-        assert torch.equal(scores["all"], torch.arange(6.0))
-        return result
-
-    for clean, dirty in zip(run(0.0), run(junk), strict=True):
-        assert torch.equal(clean, dirty)
-        assert clean.dtype == torch.float32
-        assert not clean[~mask].any()
-        assert torch.isfinite(clean).all()
-        assert clean.any()
-
-
-@pytest.mark.parametrize("name", adv_estimators())
-@pytest.mark.parametrize("shape", [(3, 5), (0, 5), (3, 0)])
-def test_estimators_of_an_empty_mask_are_zero(name, shape):
-    """A-117, its kind."""
-    rewards, mask = torch.full(shape, float("nan")), torch.zeros(shape)
-    for result in call(name, rewards, mask, [0] * shape[0]):
-        assert result.shape == shape
-        assert not result.any()
-
-
-@pytest.mark.parametrize("name", adv_estimators())
-def test_estimators_carry_no_gradient(name):
-    rewards = torch.randn(4, 3, requires_grad=True)
-    assert not any(result.requires_grad for result in call(name, rewards, torch.ones(4, 3), [0, 0, 1, 1]))
-
-
-@pytest.mark.parametrize("name", adv_estimators())
-def test_estimators_refuse_shapes_that_do_not_fit(name):
-    fn = get_adv_estimator(name)
-    nothing = {key: None for key, needed in keywords(fn).items() if needed}
-    with pytest.raises(ShapeError, match=r"response_mask has shape \(4, 2\)"):
-        fn(torch.zeros(4, 3), torch.zeros(4, 2), **nothing)
-    with pytest.raises(ShapeError, match=r"\(B, R\)"):
-        fn(torch.zeros(4), torch.zeros(4), **nothing)
-
-
-@pytest.mark.parametrize("name", adv_estimators())
-@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.bool])
-def test_estimators_refuse_whole_numbers(name, dtype):
-    """Advantages have the dtype of the rewards; of 0 and 1 as integers they would all be cut off."""
-    fn = get_adv_estimator(name)
-    nothing = {key: None for key, needed in keywords(fn).items() if needed}
-    nothing |= {key: torch.zeros(4, 2) for key in ("values", "log_probs", "sum_pi_squared") if key in nothing}
-    with pytest.raises(ArgumentError, match=rf"{name}: token_level_rewards must be floating.*\.float\(\)"):
-        fn(torch.ones(4, 2).to(dtype), torch.ones(4, 2), **nothing)
-
-
-@pytest.mark.parametrize("name", adv_estimators())
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("mask_dtype", [torch.bool, torch.uint8, torch.int64, torch.bfloat16, torch.float64])
-def test_estimators_take_any_floats_masks_and_strides(name, dtype, mask_dtype):
-    """The result has the rewards' dtype, is finite, and does not depend on how its inputs lie in memory."""
-    torch.manual_seed(5)
-    tensors = {key: torch.randn(6, 40).to(dtype) for key in ("rewards", "values", "log_probs", "sum_pi_squared")}
-    tensors["mask"] = (torch.rand(6, 40) < 0.6).to(mask_dtype)
-    tensors["mask"][4] = 0
-
-    def run(given):
-        others = {key: given[key] for key in ("values", "log_probs", "sum_pi_squared")}
-        scores = {"all": torch.arange(6).to(dtype)}
-        return call(name, given["rewards"], given["mask"], list("aabbab"), reward_scores=scores, **others)
-
-    plain = run(tensors)
-    strided = run({key: torch.stack([value.T, value.T], 1)[:, 1].T for key, value in tensors.items()})
-    for a, b in zip(plain, strided, strict=True):
-        assert a.dtype == dtype
-        assert torch.isfinite(a).all()
-        assert torch.equal(a, b)
-
-
-def test_an_unknown_estimator_lists_the_known_ones():
-    """A-124."""
-    with pytest.raises(UnknownNameError) as caught:
-        get_adv_estimator("no-such-mode")
-    assert all(name in str(caught.value) for name in adv_estimators())
-    with pytest.raises(UnknownNameError, match="did you mean 'grpo'"):
-        get_adv_estimator("grpoo")
-
-
-def test_the_names_are_those_of_the_field():
-    assert adv_estimators() == (
-        "gae",
-        "gdpo",
-        "gpg",
-        "grpo",
-        "grpo_passk",
-        "opo",
-        "optimal_token_baseline",
-        "reinforce_plus_plus",
-        "reinforce_plus_plus_baseline",
-        "remax",
-        "rloo",
-    )
-
-
-def test_registering_adds_a_name_and_refuses_a_taken_one():
-    def own(token_level_rewards, response_mask, *, gamma=1.0):
-        return token_level_rewards, token_level_rewards
-
-    try:
-        assert register_adv_est("own")(own) is own
-        assert get_adv_estimator("own") is own
-        register_adv_est("own")(own)
-        assert keywords(own) == {"gamma": False}
-        with pytest.raises(ArgumentError, match="'grpo' is already"):
-            register_adv_est("grpo")(own)
-    finally:
-        _ADV_ESTIMATORS.pop("own", None)
-
-
-def test_keywords_tell_what_must_be_given():
-    assert keywords(gae) == {"values": True, "gamma": False, "lam": False}
-    assert keywords(grpo)["groups"] is True

@@ -53,13 +53,22 @@ def test_columns_of_the_design_are_declared_as_there():
         assert columns.COLUMNS[name].dtype is None
 
 
+def complaint(batch, reads) -> str:
+    """What `validate` has to say of a batch; empty where it passes."""
+    try:
+        columns.validate(batch, reads)
+    except errors.ProtocolError as error:
+        return str(error)
+    return ""
+
+
 def test_a_whole_batch_passes():
-    columns.validate(_rollout(), columns.ROLLOUT)
-    columns.validate(_rollout(), columns.PROMPT)
-    columns.validate(_rollout(b=0), columns.ROLLOUT)
-    columns.validate(_rollout().select(columns.PROMPT), iter(columns.PROMPT))
-    columns.validate(_rollout(), [])
-    columns.validate(_with("own", torch.ones(2, 9)), ["own"])
+    assert complaint(_rollout(), columns.ROLLOUT) == ""
+    assert complaint(_rollout(), columns.PROMPT) == ""
+    assert complaint(_rollout(b=0), columns.ROLLOUT) == ""
+    assert complaint(_rollout().select(columns.PROMPT), iter(columns.PROMPT)) == ""
+    assert complaint(_rollout(), []) == ""
+    assert complaint(_with("own", torch.ones(2, 9)), ["own"]) == ""
 
 
 def test_missing_columns_are_named_with_their_producers():
@@ -96,11 +105,11 @@ def test_columns_that_are_not_as_declared_are_named(name, value, says):
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int32, torch.uint8])
 def test_masks_may_be_any_integer(dtype):
-    columns.validate(_with("response_mask", torch.ones(2, 4).to(dtype)), ["response_mask"])
+    assert complaint(_with("response_mask", torch.ones(2, 4).to(dtype)), ["response_mask"]) == ""
 
 
 def test_jagged_columns_pass_without_widths():
-    columns.validate(_with("advantages", [torch.ones(1), torch.ones(3)]), ["advantages"])
+    assert complaint(_with("advantages", [torch.ones(1), torch.ones(3)]), ["advantages"]) == ""
 
 
 def test_widths_must_agree_where_nothing_else_tells_them():
@@ -113,6 +122,6 @@ def test_a_handle_without_rows_is_checked_by_name():
     class Handle:
         columns = ("uid",)
 
-    columns.validate(Handle(), ["uid"])
+    assert complaint(Handle(), ["uid"]) == ""
     with pytest.raises(errors.MissingColumnError, match="'values'"):
         columns.validate(Handle(), ["values"])

@@ -30,7 +30,7 @@ from ostinato.protocol.errors import (
 )
 from ostinato.protocol.future import State
 from ostinato.protocol.lanes import Lane, Piece, Rows, Source
-from ostinato.protocol.testing import assert_equal, batches
+from ostinato.protocol.testing import assert_equal, batches, differences
 
 settings.register_profile("protocol", deadline=None, max_examples=30, derandomize=True)
 settings.load_profile("protocol")
@@ -89,14 +89,15 @@ def elsewhere(batch: DataProto, store=None, pieces: int = 3) -> DataProtoFuture:
 futures = st.sampled_from([elsewhere, DataProtoFuture.of, lambda batch: elsewhere(batch, pieces=1)])
 
 
-def agree(future, batch):
-    assert isinstance(future, DataProtoFuture)
-    assert len(future) == len(batch)
-    assert set(future.columns) == set(batch.columns)
-    assert future.metrics == batch.metrics
-    assert_equal(future.get(), batch)
-    for name in batch.columns:
-        assert_equal(future.get([name]), batch.get([name]))
+def unlike(future, batch) -> list[str]:
+    """What tells a future from a batch; empty where nothing does."""
+    if not isinstance(future, DataProtoFuture):
+        return [f"{type(future).__name__} is no future"]
+    said = [(len(future), len(batch)), (set(future.columns), set(batch.columns)), (future.metrics, batch.metrics)]
+    if found := [f"{mine} instead of {theirs}" for mine, theirs in said if mine != theirs]:
+        return found
+    found = differences(future.get(), batch)
+    return found + [line for name in batch.columns for line in differences(future.get([name]), batch.get([name]))]
 
 
 def test_get_of_nothing_is_the_batch_without_columns():
@@ -106,7 +107,7 @@ def test_get_of_nothing_is_the_batch_without_columns():
 
 @given(batches(), futures)
 def test_get_brings_the_rows(x, future_of):
-    agree(future_of(x), x)
+    assert unlike(future_of(x), x) == []
 
 
 @given(batches(), futures, st.integers(1, 9))
@@ -116,9 +117,9 @@ def test_chunk_split_and_concat_equal_the_local_ones(x, future_of, n):
         pieces, expected = getattr(f, cut)(n), getattr(x, cut)(n)
         assert len(pieces) == len(expected)
         for piece, local in zip(pieces, expected, strict=True):
-            agree(piece, local)
-        agree(DataProtoFuture.concat(pieces), x)
-        agree(DataProto.concat([*pieces[:1], *expected[1:]]), x)
+            assert unlike(piece, local) == []
+        assert unlike(DataProtoFuture.concat(pieces), x) == []
+        assert unlike(DataProto.concat([*pieces[:1], *expected[1:]]), x) == []
 
 
 @given(batches(), futures, st.data())
@@ -128,20 +129,21 @@ def test_row_operations_equal_the_local_ones(x, future_of, data):
     index = data.draw(st.lists(st.integers(-len(x), len(x) - 1), max_size=9)) if len(x) else []
     mask = np.array(data.draw(st.lists(st.booleans(), min_size=len(x), max_size=len(x))), dtype=bool)
     item = data.draw(st.slices(7))
-    agree(f.reorder(order), x.reorder(order))
-    agree(f.reorder(order).reorder(order), x.reorder(order).reorder(order))
-    agree(f[index], x[index])
-    agree(f[mask], x[mask])
-    agree(f[item], x[item])
-    agree(f[item].repeat(2), x[item].repeat(2))
-    agree(f.repeat(3, interleave=False), x.repeat(3, interleave=False))
-    agree(f.repeat(2).reorder(range(2 * len(x))[::-1]), x.repeat(2).reorder(range(2 * len(x))[::-1]))
+    assert unlike(f.reorder(order), x.reorder(order)) == []
+    assert unlike(f.reorder(order).reorder(order), x.reorder(order).reorder(order)) == []
+    assert unlike(f[index], x[index]) == []
+    assert unlike(f[mask], x[mask]) == []
+    assert unlike(f[item], x[item]) == []
+    assert unlike(f[item].repeat(2), x[item].repeat(2)) == []
+    assert unlike(f.repeat(3, interleave=False), x.repeat(3, interleave=False)) == []
+    assert unlike(f.repeat(2).reorder(range(2 * len(x))[::-1]), x.repeat(2).reorder(range(2 * len(x))[::-1])) == []
     for row, local in zip(f, x, strict=True):
-        agree(row, local)
+        assert unlike(row, local) == []
     for mine, theirs in zip(f.reorder(order).chunk(3), x.reorder(order).chunk(3), strict=True):
-        agree(mine, theirs)
+        assert unlike(mine, theirs) == []
     parts = [f[index], f.reorder(order).chunk(2)[1], f[item], DataProtoFuture.of(x)[mask]]
-    agree(DataProtoFuture.concat(parts), DataProto.concat([x[index], x.reorder(order).chunk(2)[1], x[item], x[mask]]))
+    expected = DataProto.concat([x[index], x.reorder(order).chunk(2)[1], x[item], x[mask]])
+    assert unlike(DataProtoFuture.concat(parts), expected) == []
 
 
 @given(batches(), futures, st.integers(1, 9))
@@ -149,30 +151,31 @@ def test_padding_equals_the_local_one(x, future_of, k):
     padded, pad = future_of(x).pad_to_multiple(k)
     expected, local_pad = x.pad_to_multiple(k)
     assert pad == local_pad
-    agree(padded, expected)
-    agree(padded.unpad(pad), x)
+    assert unlike(padded, expected) == []
+    assert unlike(padded.unpad(pad), x) == []
 
 
 @given(batches(), futures, st.data())
 def test_column_operations_equal_the_local_ones(x, future_of, data):
     names = data.draw(st.lists(st.sampled_from(x.columns), unique=True)) if x.columns else []
     f = future_of(x)
-    agree(f.select(names), x.select(names))
-    agree(f.drop(names), x.drop(names))
+    assert unlike(f.select(names), x.select(names)) == []
+    assert unlike(f.drop(names), x.drop(names)) == []
     there = {name: f"{name}_new" for name in names}
-    agree(f.rename(there), x.rename(there))
-    agree(f.rename(there)[::-1].rename({new: old for old, new in there.items()}), x[::-1])
-    agree(f.select(names).union(f.drop(names).with_metrics({})), x.select(names).union(x.drop(names).with_metrics({})))
-    agree(x.select(names).union(f.drop(names).with_metrics({})), x.select(names).union(x.drop(names).with_metrics({})))
-    agree(f.select(names).union(x.drop(names).with_metrics({})), x.select(names).union(x.drop(names).with_metrics({})))
-    agree(f.union(f.with_metrics({})), x)
-    agree(f.union(DataProto()), x)
-    agree(DataProto().union(f), x)
+    assert unlike(f.rename(there), x.rename(there)) == []
+    assert unlike(f.rename(there)[::-1].rename({new: old for old, new in there.items()}), x[::-1]) == []
+    whole = x.select(names).union(x.drop(names).with_metrics({}))
+    for one, other in ((f, f), (x, f), (f, x)):
+        assert unlike(one.select(names).union(other.drop(names).with_metrics({})), whole) == []
+    assert unlike(f.union(f.with_metrics({})), x) == []
+    assert unlike(f.union(DataProto()), x) == []
+    assert unlike(DataProto().union(f), x) == []
     popped, local = f.with_meta(), x.get()
-    agree(popped.pop(names), local.pop(names))
-    agree(popped, local)
-    agree(f.with_meta(step=7, metrics={"a": Metric.sum(1)}), x.with_meta(step=7, metrics={"a": Metric.sum(1)}))
-    agree(f, x)
+    assert unlike(popped.pop(names), local.pop(names)) == []
+    assert unlike(popped, local) == []
+    meta = {"step": 7, "metrics": {"a": Metric.sum(1)}}
+    assert unlike(f.with_meta(**meta), x.with_meta(**meta)) == []
+    assert unlike(f, x) == []
 
 
 @given(batches(), st.data())
@@ -183,7 +186,7 @@ def test_columns_of_one_batch_may_lie_in_many_places(x, data):
     more = DataProto.from_dict({"more": torch.arange(len(x)) * 2.0})
     f = elsewhere(x).union(marks).reorder(order).union(elsewhere(more, pieces=2))
     local = x.union(marks).reorder(order).union(more)
-    agree(f, local)
+    assert unlike(f, local) == []
     store = ParcelStore()
     for _ in range(2):  # what lies elsewhere is copied into a store once
         for piece, expected in zip(f.chunk(3), local.chunk(3), strict=True):
@@ -288,7 +291,7 @@ def test_a_call_under_way_is_waited_for_when_something_must_be_known():
     assert len(f) == 4
     assert f.columns == ("a",)
     assert call.asked == ["state"]
-    agree(f, x)
+    assert unlike(f, x) == []
 
 
 def test_promised_rows_need_no_waiting_and_errors_come_with_the_first_use_of_values():
@@ -357,7 +360,7 @@ def test_what_needs_values_says_how_to_get_them():
     validate(f, ["a"])
     with pytest.raises(MissingColumnError):
         validate(f, ["prompts"])
-    agree(copy.copy(f), f.get())
+    assert unlike(copy.copy(f), f.get()) == []
 
 
 def test_blocks_give_single_columns_and_pickle_their_own_rows():
