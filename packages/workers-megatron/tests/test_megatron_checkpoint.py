@@ -1,14 +1,17 @@
 from __future__ import annotations
 
+import errno
 import pickle
+import threading
 
 import pytest
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from ostinato.workers.core.config import ModelConfig
 from ostinato.workers.core.optim import OptimConfig
 from ostinato.workers.core.testing.oracle import Driver, assert_same_weights, make_rows, start
-from ostinato.workers.megatron import parallel
-from ostinato.workers.megatron.errors import CheckpointError, MegatronConfigError
+from ostinato.workers.megatron import background, parallel
+from ostinato.workers.megatron.errors import CheckpointError
 from ostinato.workers.megatron.saved import SavedWeights
 from ostinato.workers.megatron.testing.runs import PLAIN, megatron
 
@@ -19,9 +22,6 @@ def test_megatron_checkpoint_that_is_missing_cut_off_or_anothers_is_refused(mega
     driver = start(megatron(), megatron_workspace / "lm")
     with pytest.raises(CheckpointError, match="cut off"):
         driver.engine.load(tmp_path / "nothing")
-    with pytest.raises(MegatronConfigError, match=r"checkpoint\.async_save: True"):
-        driver.engine.save(tmp_path / "whole", background=True)
-    assert not (tmp_path / "whole").exists()
     driver.engine.save(tmp_path / "whole")
     with pytest.raises(CheckpointError, match="another model"):
         start(megatron(), megatron_workspace / "tied").engine.load(tmp_path / "whole")
@@ -88,3 +88,63 @@ def test_megatron_saved_weights_of_a_critic_and_of_bf16_are_the_engines(megatron
         saved = SavedWeights(tmp_path / name, ModelConfig(path=str(megatron_workspace / name)), head)
         assert list(saved.specs().items()) == list(specs.items())
         assert_same_weights(dict(saved.weights()), expected, rtol=0)
+
+
+@pytest.mark.parametrize("config", [{}, PLAIN, {"dtype": "bf16"}], ids=["distributed", "plain", "bf16"])
+def test_megatron_save_in_the_background_is_of_the_moment_at_which_it_was_asked_for(
+    config, megatron_workspace, tmp_path, monkeypatch
+):
+    """Training goes on, and changes nothing of what is written; a second save waits for the first.
+
+    The engine and a process without Megatron-Core read what is there as if it had been written at once.
+    """
+    driver = start(megatron(**config), megatron_workspace / "tied")
+    driver.train(make_rows(2, seed=1))
+    gate, write = threading.Event(), FileSystemWriter.write_data
+
+    def slow(self, *args, **kwargs):
+        assert gate.wait(30)
+        return write(self, *args, **kwargs)
+
+    monkeypatch.setattr(FileSystemWriter, "write_data", slow)
+    weights = driver.state()
+    driver.engine.offload()
+    first = driver.engine.save(tmp_path / "first", background=True)
+    driver.engine.onload()
+    expected = [driver.train(make_rows(2, seed=seed)) for seed in (2, 3)]
+    assert not first.done()
+    assert not (tmp_path / "first" / "metadata.json").exists()
+    gate.set()
+    second = driver.engine.save(tmp_path / "second", background=True)
+    assert first.done()
+    first.wait()
+    second.wait()
+    saved = SavedWeights(tmp_path / "first", ModelConfig(path=str(megatron_workspace / "tied")), "lm")
+    assert_same_weights(dict(saved.weights()), weights, rtol=0)
+    resumed = start(megatron(**config), megatron_workspace / "tied")
+    resumed.engine.load(tmp_path / "first")
+    assert [resumed.train(make_rows(2, seed=seed)) for seed in (2, 3)] == expected
+    resumed.engine.load(tmp_path / "second")
+    assert_same_weights(resumed.state(), driver.state(), rtol=0)
+
+
+def test_megatron_save_in_the_background_tells_its_failure_where_it_is_waited_for(
+    megatron_workspace, tmp_path, monkeypatch
+):
+    driver = start(megatron(), megatron_workspace / "lm")
+    driver.engine.save(tmp_path / "full")
+
+    def full(*args, **kwargs):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    for owner, name in ((FileSystemWriter, "write_data"), (background, "_mark")):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, full)
+            failed = driver.engine.save(tmp_path / "full", background=True)
+            with pytest.raises(CheckpointError, match=r"full cannot be written: rank 0: OSError: .*No space left"):
+                failed.wait()
+            assert failed.done()
+        with pytest.raises(CheckpointError, match="cut off"):  # what was written over is not taken for whole
+            driver.engine.load(tmp_path / "full")
+    driver.engine.save(tmp_path / "full", background=True).wait()
+    driver.engine.load(tmp_path / "full")

@@ -22,7 +22,6 @@ from torch.nn import functional
 
 from ostinato.workers.core.config import ModelConfig
 from ostinato.workers.core.engine import Head
-from ostinato.workers.core.optim import OptimConfig
 from ostinato.workers.core.value_head import fresh_value_head
 from ostinato.workers.megatron.architecture import Architecture
 from ostinato.workers.megatron.attention import RowAttention, runs_kernel, switches_kept
@@ -36,6 +35,7 @@ from ostinato.workers.megatron.folder import Folder
 from ostinato.workers.megatron.heads import PackedRotary, ValueHead
 from ostinato.workers.megatron.mapping import OUTPUT, TE_NAMES, Part, padded_vocab, split, table
 from ostinato.workers.megatron.parallel import import_megatron
+from ostinato.workers.megatron.training import wrap
 
 logger = logging.getLogger(__name__)
 
@@ -246,7 +246,7 @@ def build_model(
     parts = table(a, head)
     parameters = whole_names(pieces, a)
     _read_weights(a, model, parts, parameters, require_head=not trainable)
-    chunks = [_wrapped(piece, transformer, config, index, trainable) for index, piece in enumerate(pieces)]
+    chunks = [wrap(piece, transformer, config, index, trainable) for index, piece in enumerate(pieces)]
     # A wrapper may have replaced a parameter's tensor (bf16, buffers); the names are read anew.
     return Built(a, head, transformer, chunks, parts, whole_names([bare(chunk) for chunk in chunks], a), rows)
 
@@ -282,44 +282,6 @@ def _piece(a: Architecture, head: Head, transformer: Any, te: bool, virtual_stag
         piece.output_layer.sequence_parallel = False
     piece.rotary_pos_emb = PackedRotary(piece.rotary_pos_emb)
     return piece
-
-
-def _wrapped(piece: nn.Module, transformer: Any, config: MegatronConfig, index: int, trainable: bool) -> nn.Module:
-    if transformer.bf16:
-        piece = import_megatron("transformer.module").Float16Module(transformer, piece)
-    if not trainable:
-        return piece.eval()
-    distributed = import_megatron("distributed")
-    cls = distributed.DistributedDataParallelConfig
-    known = {entry.name for entry in fields(cls)}
-    for name in config.override_ddp_config:
-        if name not in known or name in ("overlap_grad_reduce", "average_in_collective", "use_distributed_optimizer"):
-            reason = "is fixed: gradients are reduced once a step, as sums" if name in known else "does not exist"
-            raise MegatronConfigError(f"megatron.override_ddp_config.{name}: this entry {reason}; leave it out")
-    options = {
-        "grad_reduce_in_fp32": True,
-        "use_distributed_optimizer": config.use_distributed_optimizer,
-        **config.override_ddp_config,
-    }
-    return distributed.DistributedDataParallel(transformer, cls(**options), piece, disable_bucketing=index > 0)
-
-
-def build_optimizer(chunks: Sequence[nn.Module], optim: OptimConfig, config: MegatronConfig, dtype: torch.dtype) -> Any:
-    """Megatron's AdamW over all parameters, decayed alike; it clips nothing by itself."""
-    module = import_megatron("optimizer")
-    options = module.OptimizerConfig(
-        optimizer="adam",
-        lr=1.0,  # each step sets its own; a checkpoint's groups are told apart by this one
-        weight_decay=optim.weight_decay,
-        adam_beta1=optim.betas[0],
-        adam_beta2=optim.betas[1],
-        adam_eps=optim.eps,
-        bf16=dtype == torch.bfloat16,
-        params_dtype=dtype,
-        use_distributed_optimizer=config.use_distributed_optimizer,
-        clip_grad=0.0,
-    )
-    return module.get_megatron_optimizer(options, list(chunks), config_overrides={}, use_gloo_process_groups=False)
 
 
 def whole_names(pieces: Sequence[nn.Module], a: Architecture) -> dict[str, nn.Parameter]:
@@ -394,4 +356,4 @@ def shard_of(part: Part, state: Any) -> tuple[int, int]:
     return state.get_tensor_model_parallel_rank(), state.get_tensor_model_parallel_world_size()
 
 
-__all__ = ["OUTPUT", "Built", "bare", "build_model", "build_optimizer", "compute_dtype", "shard_of", "whole_names"]
+__all__ = ["OUTPUT", "Built", "bare", "build_model", "compute_dtype", "shard_of", "whole_names"]

@@ -13,6 +13,7 @@ from torch import nn
 
 from ostinato.workers.core.checkpoint import named_failure
 from ostinato.workers.core.optim import OptimConfig
+from ostinato.workers.megatron.background import BackgroundWriter, WriteUnderWay
 from ostinato.workers.megatron.build import Built
 from ostinato.workers.megatron.errors import CheckpointError
 from ostinato.workers.megatron.optim import inner, parts
@@ -25,8 +26,15 @@ FORMAT = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avo
 OPTIMIZER, MODEL = "optimizer", "model"
 
 
-def save(path: Path, built: Built, optimizer: Any | None, counters: Mapping[str, int], device: torch.device) -> None:
-    """Write model, optimizer, counters and each rank's random state; collective.
+def save(
+    path: Path,
+    built: Built,
+    optimizer: Any | None,
+    counters: Mapping[str, int],
+    device: torch.device,
+    writer: BackgroundWriter | None = None,
+) -> WriteUnderWay | None:
+    """Write model, optimizer, counters and each rank's random state, or begin to; collective.
 
     An optimizer that has made no step has no state, and none is written.
 
@@ -36,10 +44,16 @@ def save(path: Path, built: Built, optimizer: Any | None, counters: Mapping[str,
         optimizer: None for a frozen model.
         counters: Small whole numbers that all ranks agree on; `updates` of them are steps that changed weights.
         device: Where the model trains.
+        writer: Writes it while training goes on, once an earlier checkpoint is there; None: it is written at once.
+
+    Returns:
+        What the writer began.
 
     Raises:
         CheckpointError: It cannot be written, on whichever rank.
     """
+    if writer is not None:
+        writer.end()
     checkpointing, metadata = import_megatron("dist_checkpointing"), _metadata()
     state = _model_state(built, metadata)
     if optimizer is not None and counters["updates"]:
@@ -52,7 +66,10 @@ def save(path: Path, built: Built, optimizer: Any | None, counters: Mapping[str,
         (path / METADATA).unlink(missing_ok=True)
     dist.barrier()
     with _named(f"checkpoint {path} cannot be written"):
+        if writer is not None:
+            return writer.start(path, state, dict(FORMAT))
         checkpointing.save(state, str(path), content_metadata=dict(FORMAT))
+    return None
 
 
 def load(

@@ -189,13 +189,12 @@ def layout_problems(
     return problems
 
 
-def foreign_settings(model: Any, optim: Any | None, checkpoint: Any | None = None) -> list[tuple[str, str]]:
+def foreign_settings(model: Any, optim: Any | None) -> list[tuple[str, str]]:
     """Settings of a role that this engine does not have: (key below the role, text); empty where there are none.
 
     Args:
         model: the role's ModelConfig.
         optim: its OptimConfig; None where nothing is trained.
-        checkpoint: its CheckpointConfig; None where nothing is saved.
     """
     asked: list[tuple[str, Any, str]] = []
     if model.lora_rank:
@@ -204,8 +203,6 @@ def foreign_settings(model: Any, optim: Any | None, checkpoint: Any | None = Non
         asked.append(("model.enable_activation_offload", True, "False"))
     if optim is not None and optim.optimizer != "AdamW":
         asked.append(("optim.optimizer", optim.optimizer, "AdamW"))
-    if checkpoint is not None and checkpoint.async_save:
-        asked.append(("checkpoint.async_save", True, "False"))
     text = "the Megatron engine has no such thing; set it to {}, or take strategy=fsdp"
     return [(key, f"{got}, but " + text.format(instead)) for key, got, instead in asked]
 

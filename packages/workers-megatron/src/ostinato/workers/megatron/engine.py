@@ -6,19 +6,22 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
 from ostinato.controller.topology import Coordinates
 from ostinato.workers.core.config import ModelConfig
-from ostinato.workers.core.engine import Head, LossFn, OutputFn, StepStats
+from ostinato.workers.core.engine import Head, LossFn, OutputFn, PendingSave, StepStats
 from ostinato.workers.core.microbatch import PackedRows
 from ostinato.workers.core.optim import OptimConfig, lr_factor
 from ostinato.workers.megatron import parallel
 from ostinato.workers.megatron.config import MegatronConfig, as_megatron_config, foreign_settings
 from ostinato.workers.megatron.errors import EngineStateError, MegatronConfigError
+
+if TYPE_CHECKING:
+    from ostinato.workers.megatron.background import BackgroundWriter
 
 T = TypeVar("T")
 HOST = torch.device("cpu")
@@ -57,6 +60,7 @@ class MegatronEngine:
         self._device = HOST
         self._counters = {"steps": 0, "skipped": 0, "updates": 0}
         self._pending = False
+        self._writer: BackgroundWriter | None = None
 
     def build(self) -> None:
         """Build the model, read its weights and make the optimizer; collective over all ranks.
@@ -80,7 +84,7 @@ class MegatronEngine:
                 "model.use_remove_padding: False, but context-parallel ranks share packed rows; set it to True, or "
                 "megatron.context_parallel_size to 1"
             )
-        from ostinato.workers.megatron import build
+        from ostinato.workers.megatron import build, training
         from ostinato.workers.megatron.architecture import read_architecture
         from ostinato.workers.megatron.offload import GradientBuffers, HostCopies
         from ostinato.workers.megatron.packing import Layout
@@ -105,7 +109,7 @@ class MegatronEngine:
         self._params_away, self._optimizer_away = HostCopies(), HostCopies()
         self._gradients: GradientBuffers | None = None
         if self._optim_config is not None:
-            self._optimizer = build.build_optimizer(built.chunks, self._optim_config, config, self._dtype)
+            self._optimizer = training.build_optimizer(built.chunks, self._optim_config, config, self._dtype)
             self._gradients = GradientBuffers(built.chunks)
 
     @property
@@ -247,26 +251,26 @@ class MegatronEngine:
         built = self._built_or_raise("weight_source")
         return MegatronWeightSource(built, self._stages, self._params_away, self._device, dtype or self._dtype)
 
-    def save(self, path: Path, *, background: bool = False) -> None:
+    def save(self, path: Path, *, background: bool = False) -> PendingSave | None:
         """Write model, optimizer, schedule and random state under `path`; collective.
 
         Args:
             path: The folder.
-            background: Must be False: this engine writes at once.
+            background: Copy everything to host memory, and write from there while training goes on.
 
         Raises:
-            MegatronConfigError: It was asked to write in the background.
             CheckpointError: It cannot be written, on whichever rank.
         """
         from ostinato.workers.megatron import checkpoint
 
         built = self._built_or_raise("save")
-        if background:
-            raise MegatronConfigError(
-                "checkpoint.async_save: True, but the Megatron engine writes its checkpoints at once; set it to False"
-            )
+        if background and self._writer is None:
+            from ostinato.workers.megatron.background import BackgroundWriter
+
+            self._writer = BackgroundWriter(self._device)
+        writer = self._writer if background else None
         with self._all_here():
-            checkpoint.save(Path(path), built, self._optimizer, self._counters, self._device)
+            return checkpoint.save(Path(path), built, self._optimizer, self._counters, self._device, writer)
 
     def load(self, path: Path) -> None:
         """Read what `save` wrote, at any parallel sizes; collective.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from functools import partial
 from importlib.util import find_spec
@@ -104,6 +105,23 @@ def check_family(make_engine: MakeEngine, folder: Path) -> None:
     driver.engine.save(path)
     dist.barrier()
     assert_same_weights(dict(SavedWeights(path, ModelConfig(path=str(folder)), "lm").weights()), state, rtol=0)
+    check_background(driver, folder, path.with_name(f"{folder.name}-later"))
+
+
+def check_background(driver: Driver, folder: Path, path: Path) -> None:
+    """A checkpoint is of the moment at which it was asked for, though each rank looks for it in its own time."""
+    state, rows = driver.state(), make_rows(6, seed=31)
+    pending = driver.engine.save(path, background=True)
+    assert pending is not None
+    expected = driver.train(rows, 2)
+    while dist.get_rank() == 0 and not pending.done():
+        time.sleep(0.01)
+    pending.wait()
+    dist.barrier()
+    assert_same_weights(dict(SavedWeights(path, ModelConfig(path=str(folder)), "lm").weights()), state, rtol=0)
+    driver.engine.load(path)
+    assert_same_weights(driver.state(), state, rtol=0)
+    assert driver.train(rows, 2) == expected
 
 
 def check_reshard(driver: Driver, rollout: Rollout) -> None:

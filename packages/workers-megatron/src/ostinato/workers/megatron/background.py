@@ -1,0 +1,168 @@
+"""Checkpoints that are written from host memory while training goes on.
+
+Megatron-Core's own background writing ends in collectives on the process group of the training, which every rank would
+have to join at the same moment. Here Megatron says what a checkpoint holds, everything is copied to the host, and
+torch's writer puts it down in the same format, in a thread whose ranks talk in a group of their own.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import save as save_state_dict
+
+from ostinato.workers.core.checkpoint import named_failure
+from ostinato.workers.megatron.errors import CheckpointError
+from ostinato.workers.megatron.parallel import import_megatron
+from ostinato.workers.megatron.saved import METADATA
+
+WRITE_TIMEOUT = timedelta(hours=3)
+"""How long the fastest rank waits for the slowest one's disk."""
+
+
+class BackgroundWriter:
+    """Writes one checkpoint after another; made on every rank.
+
+    Args:
+        device: where the model trains.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._group = dist.new_group(backend="gloo", timeout=WRITE_TIMEOUT)
+        self._last: WriteUnderWay | None = None
+
+    def end(self) -> None:
+        """Return once nothing is under way."""
+        if self._last is not None:
+            self._last.end()
+
+    def start(self, path: Path, state: dict[str, Any], content: dict[str, Any]) -> WriteUnderWay:
+        """Copy a state to host memory and begin to write it; collective.
+
+        Args:
+            path: an empty folder, or one without `metadata.json`.
+            state: what Megatron's `dist_checkpointing.save` takes; may change as soon as this returns.
+            content: what the checkpoint says about its format.
+        """
+        self.end()
+        prepared, config = _prepared(path, state, content)
+        copied = _copied(prepared)
+        if self._device.type == "cuda":
+            torch.cuda.current_stream().synchronize()
+        self._last = WriteUnderWay(lambda: self._write(path, copied, config))
+        return self._last
+
+    def _write(self, path: Path, state: dict[str, Any], config: Any) -> None:
+        if self._device.type == "cuda":
+            # A new thread begins on the first device, where torch would start a context for its streams.
+            torch.cuda.set_device(self._device)
+        strategies = import_megatron("dist_checkpointing.strategies.torch")
+        planner = strategies.MCoreSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        what, group = f"checkpoint {path} cannot be written", cast(dist.ProcessGroup, self._group)
+        failure: list[str | None] = [None]
+        with named_failure(what, CheckpointError):
+            save_state_dict(state, storage_writer=FileSystemWriter(path), planner=planner, process_group=group)
+            if dist.get_rank() == 0:
+                try:
+                    _mark(path, config)
+                except OSError as error:
+                    failure = [f"{type(error).__name__}: {error}"]
+            dist.broadcast_object_list(failure, src=0, group=group)
+        if failure[0] is not None:
+            raise CheckpointError(f"{what}: rank 0: {failure[0]}")
+
+
+class WriteUnderWay:
+    """A checkpoint that a thread writes; the `PendingSave` of this engine.
+
+    Args:
+        write: writes it.
+    """
+
+    def __init__(self, write: Callable[[], None]) -> None:
+        self._written: Future[None] = Future()
+        # A daemon: a process that ends does not wait for a checkpoint that nobody will declare whole.
+        threading.Thread(target=self._run, args=(write,), name="checkpoint", daemon=True).start()
+
+    def done(self) -> bool:
+        """Whether this rank has nothing more to write, be it that it has failed."""
+        return self._written.done()
+
+    def end(self) -> None:
+        """Return once this rank has nothing more to write."""
+        wait([self._written])
+
+    def wait(self) -> None:
+        """Return once the checkpoint is whole.
+
+        Raises:
+            CheckpointError: It could not be written, on whichever rank.
+        """
+        self._written.result()
+
+    def _run(self, write: Callable[[], None]) -> None:
+        try:
+            write()
+        except BaseException as error:  # it is raised where the checkpoint is waited for
+            self._written.set_exception(error)
+        else:
+            self._written.set_result(None)
+
+
+def _prepared(path: Path, state: dict[str, Any], content: dict[str, Any]) -> tuple[dict[str, Any], Any]:
+    """What Megatron would write, checked over all ranks, and what its `metadata.json` says; collective."""
+    strategies = import_megatron("dist_checkpointing.strategies.torch")
+    request = import_megatron("dist_checkpointing.strategies.async_utils").AsyncRequest
+    taken: dict[str, Any] = {}
+
+    class Take(strategies.TorchDistSaveShardedStrategy):
+        """Writes nothing."""
+
+        def async_save(self, sharded_state_dict: Any, *_: Any) -> Any:
+            taken.update(sharded_state_dict)
+            return request(None, (), [])
+
+    strategy: Any = Take()
+    import_megatron("dist_checkpointing").save(
+        state, str(path), strategy, async_sharded_save=True, content_metadata=content
+    )
+    config = import_megatron("dist_checkpointing.core").CheckpointingConfig(strategy.backend, strategy.version)
+    return taken, config
+
+
+def _copied(prepared: dict[str, Any]) -> dict[str, Any]:
+    """This rank's part in host memory, as torch's writer takes it; objects are pickled here and now."""
+    strategies = import_megatron("dist_checkpointing.strategies.torch")
+    by_key, _, _ = strategies._replace_state_dict_keys_with_sharded_keys(prepared, keep_only_main_replica=True)
+    sharded_tensor = import_megatron("dist_checkpointing.mapping").ShardedTensor
+    for entries in by_key.values():
+        for entry in entries:
+            if isinstance(entry, sharded_tensor):
+                entry.data = _on_host(entry.data)
+    return strategies.mcore_to_pyt_state_dict(by_key, False)
+
+
+def _on_host(tensor: torch.Tensor) -> torch.Tensor:
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)
+    return copy.copy_(tensor.detach(), non_blocking=True)
+
+
+def _mark(path: Path, config: Any) -> None:
+    """Write `metadata.json` beside its place and put it there at once."""
+    beside = path / ".mark"
+    beside.mkdir(exist_ok=True)
+    import_megatron("dist_checkpointing.core").save_config(config, str(beside))
+    with (beside / METADATA).open("rb") as handle:
+        os.fsync(handle.fileno())
+    (beside / METADATA).replace(path / METADATA)
+    beside.rmdir()
