@@ -23,5 +23,5 @@ def test_megatron_two_gpus(megatron_workspace):
 @pytest.mark.multigpu
 @pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four GPUs")
 def test_megatron_four_gpus(megatron_workspace):
-    """TP 2 × DP 2 and PP 2 × TP 2."""
+    """TP 2 × DP 2, PP 2 × TP 2 and PP 2 × DP 2."""
     spawn(runs.four_ranks, 4, megatron_workspace, "cuda", device_type="cuda")

@@ -8,9 +8,6 @@ torch's writer puts it down in the same format, in a thread whose ranks talk in 
 from __future__ import annotations
 
 import os
-import threading
-from collections.abc import Callable
-from concurrent.futures import Future, wait
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
@@ -20,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as save_state_dict
 
-from ostinato.workers.core.checkpoint import named_failure
+from ostinato.workers.core.checkpoint import WriteUnderWay, named_failure, not_in_force
 from ostinato.workers.megatron.errors import CheckpointError
 from ostinato.workers.megatron.parallel import import_megatron
 from ostinato.workers.megatron.saved import METADATA
@@ -70,7 +67,7 @@ class BackgroundWriter:
         planner = strategies.MCoreSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         what, group = f"checkpoint {path} cannot be written", cast(dist.ProcessGroup, self._group)
         failure: list[str | None] = [None]
-        with named_failure(what, CheckpointError):
+        with named_failure(what, CheckpointError, advice=not_in_force(METADATA)):
             save_state_dict(state, storage_writer=FileSystemWriter(path), planner=planner, process_group=group)
             if dist.get_rank() == 0:
                 try:
@@ -79,44 +76,7 @@ class BackgroundWriter:
                     failure = [f"{type(error).__name__}: {error}"]
             dist.broadcast_object_list(failure, src=0, group=group)
         if failure[0] is not None:
-            raise CheckpointError(f"{what}: rank 0: {failure[0]}")
-
-
-class WriteUnderWay:
-    """A checkpoint that a thread writes; the `PendingSave` of this engine.
-
-    Args:
-        write: writes it.
-    """
-
-    def __init__(self, write: Callable[[], None]) -> None:
-        self._written: Future[None] = Future()
-        # A daemon: a process that ends does not wait for a checkpoint that nobody will declare whole.
-        threading.Thread(target=self._run, args=(write,), name="checkpoint", daemon=True).start()
-
-    def done(self) -> bool:
-        """Whether this rank has nothing more to write, be it that it has failed."""
-        return self._written.done()
-
-    def end(self) -> None:
-        """Return once this rank has nothing more to write."""
-        wait([self._written])
-
-    def wait(self) -> None:
-        """Return once the checkpoint is whole.
-
-        Raises:
-            CheckpointError: It could not be written, on whichever rank.
-        """
-        self._written.result()
-
-    def _run(self, write: Callable[[], None]) -> None:
-        try:
-            write()
-        except BaseException as error:  # it is raised where the checkpoint is waited for
-            self._written.set_exception(error)
-        else:
-            self._written.set_result(None)
+            raise CheckpointError(f"{what}: rank 0: {failure[0]}. {not_in_force(METADATA)}")
 
 
 def _prepared(path: Path, state: dict[str, Any], content: dict[str, Any]) -> tuple[dict[str, Any], Any]:

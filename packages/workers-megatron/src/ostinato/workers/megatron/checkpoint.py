@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ostinato.workers.core.checkpoint import named_failure
+from ostinato.workers.core.checkpoint import WriteUnderWay, named_failure, not_in_force
 from ostinato.workers.core.optim import OptimConfig
-from ostinato.workers.megatron.background import BackgroundWriter, WriteUnderWay
+from ostinato.workers.megatron.background import BackgroundWriter
 from ostinato.workers.megatron.build import Built
 from ostinato.workers.megatron.errors import CheckpointError
 from ostinato.workers.megatron.optim import inner, parts
@@ -65,7 +65,7 @@ def save(
         path.mkdir(parents=True, exist_ok=True)
         (path / METADATA).unlink(missing_ok=True)
     dist.barrier()
-    with _named(f"checkpoint {path} cannot be written"):
+    with _named(f"checkpoint {path} cannot be written", not_in_force(METADATA)):
         if writer is not None:
             return writer.start(path, state, dict(FORMAT))
         checkpointing.save(state, str(path), content_metadata=dict(FORMAT))
@@ -234,5 +234,6 @@ def _own_settings(optimizer: Any, optim: OptimConfig) -> None:
             group |= {"weight_decay": optim.weight_decay, "betas": optim.betas, "eps": optim.eps}
 
 
-def _named(what: str) -> AbstractContextManager[None]:
-    return named_failure(what, CheckpointError, import_megatron("dist_checkpointing.core").CheckpointingException)
+def _named(what: str, advice: str = "") -> AbstractContextManager[None]:
+    own = import_megatron("dist_checkpointing.core").CheckpointingException
+    return named_failure(what, CheckpointError, own, advice=advice)

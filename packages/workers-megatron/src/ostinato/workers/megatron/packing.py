@@ -209,13 +209,16 @@ class OutputReader:
         if layout.cp > 1:
             flat = gather_context(flat, self.inputs, layout)
         chosen = flat[self.inputs.predict]
-        return output_layer(chosen[:, None], weight=output_weight)[0][:, 0]
+        logits = output_layer(chosen[:, None], weight=output_weight)[0][:, 0]
+        return _EqualShare.apply(logits, layout.cp) if layout.cp > 1 else logits
 
 
 def gather_context(local: torch.Tensor, inputs: Inputs, layout: Layout) -> torch.Tensor:
     """The whole pack's hidden states (T, H) from the context-parallel ranks' (T/cp, H); collective.
 
-    Every rank then computes the same loss, so a rank's gradient is its own slice of the whole: nothing is summed.
+    Every rank then computes the same loss, and gradients of parameters are summed over these ranks. So each rank takes
+    the cp-th part of the loss's gradient through the output layer (`_EqualShare`), and of what comes out of it the cp
+    fold for the tokens that it alone has run.
     """
     state = import_megatron("parallel_state")
     params = inputs.arguments["packed_seq_params"]
@@ -225,8 +228,21 @@ def gather_context(local: torch.Tensor, inputs: Inputs, layout: Layout) -> torch
     return torch.empty_like(whole).index_copy(0, places, whole)
 
 
+class _EqualShare(torch.autograd.Function):
+    """The logits; backward divides by the number of ranks that have the same."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, size: int) -> torch.Tensor:
+        ctx.size = size
+        return logits.view_as(logits)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0] / ctx.size, None
+
+
 class _GatherSlices(torch.autograd.Function):
-    """All ranks' rows one after another; backward takes this rank's own."""
+    """All ranks' rows one after another; backward takes this rank's own, whole again."""
 
     @staticmethod
     def forward(ctx: Any, local: torch.Tensor, group: Any) -> torch.Tensor:
@@ -237,7 +253,7 @@ class _GatherSlices(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return grads[0].chunk(ctx.size)[ctx.rank].contiguous(), None
+        return grads[0].chunk(ctx.size)[ctx.rank] * ctx.size, None
 
 
 def token_outputs(

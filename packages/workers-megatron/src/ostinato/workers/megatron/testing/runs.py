@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn import functional
 
 from ostinato.protocol import DataProto
 from ostinato.rollout import RolloutConfig, SamplingParams
@@ -18,10 +19,11 @@ from ostinato.rollout.base import Rollout
 from ostinato.rollout.reshard import reshard
 from ostinato.workers.core.config import ModelConfig
 from ostinato.workers.core.engine import TokenOutputs
-from ostinato.workers.core.microbatch import PackedRows
+from ostinato.workers.core.microbatch import PackedRows, pack
 from ostinato.workers.core.testing import conformance
 from ostinato.workers.core.testing.oracle import (
     TEMPERATURE,
+    VOCAB,
     Driver,
     MakeEngine,
     Oracle,
@@ -34,6 +36,7 @@ from ostinato.workers.core.testing.oracle import (
 from ostinato.workers.megatron import parallel
 from ostinato.workers.megatron.config import MegatronConfig
 from ostinato.workers.megatron.engine import MegatronEngine
+from ostinato.workers.megatron.packing import Layout, OutputReader, model_inputs
 from ostinato.workers.megatron.saved import SavedWeights
 from ostinato.workers.megatron.testing.models import tiny_mixture, tiny_qwen3
 
@@ -147,6 +150,40 @@ def check_reshard(driver: Driver, rollout: Rollout) -> None:
         torch.testing.assert_close(collected[0], expected, rtol=0, atol=2e-4)
 
 
+def check_context() -> None:
+    """Context-parallel ranks put the pack together, and their gradients add up to those of one rank.
+
+    Without TransformerEngine no layer runs there: the model is an embedding and an output layer.
+    """
+    config = MegatronConfig(context_parallel_size=dist.get_world_size())
+    parallel.shutdown()
+    parallel.initialize(config, torch.device("cpu"))
+    layout = Layout("lm", VOCAB, "thd", tp=1, cp=dist.get_world_size(), sequence_parallel=False)
+    packed = pack(make_rows(5, seed=51), temperature=TEMPERATURE)
+    generator = torch.Generator().manual_seed(1)
+    embedding, output = (torch.randn(VOCAB, 8, generator=generator).requires_grad_() for _ in range(2))
+
+    def loss(hidden: torch.Tensor, read: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        return torch.log_softmax(read(hidden), dim=-1).gather(1, packed.labels[:, None]).square().sum()
+
+    inputs = model_inputs(packed, layout)
+    reader = OutputReader(layout, inputs)
+
+    def linear(hidden: torch.Tensor, weight: Any = None) -> tuple[torch.Tensor, None]:
+        return functional.linear(hidden, output), None
+
+    local = functional.embedding(inputs.arguments["input_ids"][0], embedding)[:, None]
+    shared = loss(local, lambda x: reader(hidden_states=x, output_layer=linear, output_weight=None))
+    got = torch.autograd.grad(shared, (embedding, output))
+    whole = loss(functional.embedding(packed.input_ids, embedding), lambda x: linear(x[packed.predict])[0])
+    expected = torch.autograd.grad(whole, (embedding, output))
+    torch.testing.assert_close(shared, whole)
+    for mine, alone in zip(got, expected, strict=True):
+        dist.all_reduce(mine)
+        torch.testing.assert_close(mine, alone)
+    parallel.shutdown()
+
+
 def driver_optim() -> Any:
     """The suite's optimizer."""
     from ostinato.workers.core.testing.oracle import OPTIM
@@ -185,6 +222,8 @@ def two_ranks(workspace: Path, device_type: str = "cpu") -> list[str]:
     passed += families(workspace, "pp", PP, "qwen3", "mixture")
     passed += run(workspace, [("dp", PLAIN, FEW[:1]), ("dp-distributed", {}, (*FEW, conformance.check_save_load))])
     passed += families(workspace, "ep", EP, "mixture") + families(workspace, "ep-plain", EP | PLAIN, "mixture")
+    if device_type == "cpu":
+        check_context()
     return passed
 
 
@@ -204,7 +243,8 @@ def four_ranks(workspace: Path, device_type: str = "cpu") -> list[str]:
         from ostinato.workers.megatron.testing.cpu import install
 
         install()
-    return run(workspace, [("tp-dp", LOCAL | TP, FEW), ("tp-pp", LOCAL | TP | PP, FEW)])
+    passed = run(workspace, [("tp-dp", LOCAL | TP, FEW), ("tp-pp", LOCAL | TP | PP, FEW), ("pp-dp", LOCAL | PP, FEW)])
+    return passed + families(workspace, "pp-dp", PP, "qwen3")
 
 
 def one_gpu(workspace: Path) -> list[str]:
