@@ -22,19 +22,11 @@ from ostinato.controller import (
     register,
     watch,
 )
-from ostinato.controller.ray import RayBackend, init_ray, shutdown_ray
+from ostinato.controller.ray import RayBackend
 from ostinato.controller.testing import EchoWorker
 from ostinato.protocol import DataProto, DataProtoFuture
 from ostinato.protocol.errors import ColumnMismatchError, MissingColumnError
 from ostinato.protocol.testing import assert_equal
-
-
-@pytest.fixture(scope="module")
-def ray_here():
-    pytest.importorskip("ray")
-    init_ray(num_cpus=2, object_store_memory=200 * 1024**2, log_to_driver=False)
-    yield
-    shutdown_ray()
 
 
 def made(kind: str, **options):

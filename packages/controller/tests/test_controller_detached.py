@@ -22,7 +22,7 @@ from ostinato.controller import (
     WorkerDied,
     WorkerSpec,
 )
-from ostinato.controller.ray import RayBackend, init_ray, shutdown_ray
+from ostinato.controller.ray import RayBackend
 from ostinato.controller.testing import EchoWorker, FailsToBuild
 from ostinato.protocol import DataProto
 
@@ -58,14 +58,6 @@ def until_refused(name: str, says: str = "have ended", seconds: float = 20.0) ->
             RayBackend.attach(name)
         text = str(caught.value)
     return text
-
-
-@pytest.fixture(scope="module")
-def ray_here():
-    pytest.importorskip("ray")
-    init_ray(num_cpus=2, object_store_memory=100 * 1024**2, log_to_driver=False)
-    yield
-    shutdown_ray()
 
 
 def test_another_driver_attaches_to_named_groups(ray_here):

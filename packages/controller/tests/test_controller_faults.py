@@ -23,19 +23,10 @@ from ostinato.controller import (
     WorkerHung,
     WorkerSpec,
 )
-from ostinato.controller.ray import RayBackend, init_ray, shutdown_ray
+from ostinato.controller.ray import RayBackend, init_ray
 from ostinato.controller.ray.driver import run_on_cluster
 from ostinato.controller.testing import EchoWorker, FailsToBuild, FaultyWorker, UnpicklableError
 from ostinato.protocol import DataProto
-
-
-@pytest.fixture(scope="module")
-def ray_here():
-    # Of the module and not of the session: other modules start a Ray of their own.
-    pytest.importorskip("ray")
-    init_ray(num_cpus=1, object_store_memory=100 * 1024**2, log_to_driver=False)
-    yield
-    shutdown_ray()
 
 
 @pytest.fixture

@@ -109,6 +109,7 @@ def test_released_port_is_free_again():
     rendezvous.release_ports()
     with socket.socket(socket.AF_INET6) as other:
         other.bind(("", port))
+        assert other.getsockname()[1] == port
 
 
 def test_host_keeps_roles_apart():
