@@ -1,6 +1,6 @@
 """What a role worker writes for a checkpoint: the engine's state, and what an export needs beside it.
 
-`WriteUnderWay` and `named_failure` are for the engines.
+`WriteUnderWay`, `named_failure` and `not_in_force` are for the engines.
 """
 
 from __future__ import annotations
@@ -176,6 +176,19 @@ class WriteUnderWay:
             self._written.set_exception(error)
         else:
             self._written.set_result(None)
+
+
+def not_in_force(mark: str) -> str:
+    """How things stand after a save that failed, and what to do.
+
+    Args:
+        mark: the file that a checkpoint gets last.
+    """
+    return (
+        f"Nothing resumes from a folder without `{mark}`, which is written last: the checkpoint before this one stays "
+        "in force. Where the connection to a rank was lost, that rank has ended, and its own log says why. Put right "
+        "what failed and start the run again; it resumes from that earlier checkpoint."
+    )
 
 
 @contextmanager

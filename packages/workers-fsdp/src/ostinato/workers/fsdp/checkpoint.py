@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_state_di
 from torch.distributed.checkpoint.state_dict_saver import save as save_state_dict
 from torch.distributed.tensor import DTensor
 
-from ostinato.workers.core.checkpoint import WriteUnderWay, named_failure
+from ostinato.workers.core.checkpoint import WriteUnderWay, named_failure, not_in_force
 from ostinato.workers.fsdp.errors import CheckpointError
 from ostinato.workers.fsdp.lora import is_adapter
 from ostinato.workers.fsdp.offload import HostCopies
@@ -28,12 +28,6 @@ WRITE_TIMEOUT = timedelta(hours=3)
 
 METADATA = ".metadata"
 """What a checkpoint's folder gets last."""
-
-_NOT_IN_FORCE = (
-    f"Nothing resumes from a folder without `{METADATA}`, which is written last: the checkpoint before this one stays "
-    "in force. Where the connection to a rank was lost, that rank has ended, and its own log says why. Put right what "
-    "failed and start the run again; it resumes from that earlier checkpoint."
-)
 
 
 def _model_state(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -112,7 +106,7 @@ def save(path: Path, state: dict[str, Any], group: dist.ProcessGroup | None = No
     Raises:
         CheckpointError: It cannot be written, on whichever rank.
     """
-    with named_failure(f"checkpoint {path} cannot be written", CheckpointError, advice=_NOT_IN_FORCE):
+    with named_failure(f"checkpoint {path} cannot be written", CheckpointError, advice=not_in_force(METADATA)):
         save_state_dict(state, storage_writer=_Writer(path), process_group=group)
 
 

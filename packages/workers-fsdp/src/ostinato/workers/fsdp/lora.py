@@ -100,8 +100,8 @@ def _check_targets(module: nn.Module, model: ModelConfig) -> None:
 
 def _layers(module: nn.Module) -> list[tuple[str, Any]]:
     """Every layer that has an adapter."""
-    if importlib.util.find_spec("peft") is None:
-        return []
+    if not any(".lora_" in name for name, _ in module.named_parameters()):
+        return []  # PEFT need not be there, and takes long to import
     from peft.tuners.lora import LoraLayer
 
     return [(name, child) for name, child in module.named_modules() if isinstance(child, LoraLayer)]
