@@ -9,10 +9,12 @@ own rank's copy), a bucket with one call of `update_weights_from_tensor`; what a
 from __future__ import annotations
 
 import asyncio
+import atexit
 import itertools
 import json
 import logging
 import os
+import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack
@@ -35,7 +37,7 @@ from ostinato.rollout.backends.sglang_versions import (
 )
 from ostinato.rollout.buckets import aligned_bytes
 from ostinato.rollout.config import PREFIX
-from ostinato.rollout.errors import EngineStateError
+from ostinato.rollout.errors import ConfigError, EngineStateError
 from ostinato.rollout.seeding import engine_seed, row_seeds
 
 if TYPE_CHECKING:
@@ -129,6 +131,11 @@ class SglangRollout(EngineAdapter):
         if not on_gpu:
             places = min(config.max_num_seqs * (self._context_length + 8), 1 << 16)
             return arguments | {"disable_overlap_schedule": True, "max_total_tokens": max(places, 1 << 12)}
+        if config.torch_dtype == torch.float32:
+            raise ConfigError(
+                f"{PREFIX}.dtype: SGLang's kernels on a GPU take bfloat16 and float16, got float32. Set it to bfloat16, "
+                f"or {PREFIX}.name to vllm or hf."
+            )
         static, free = self._check_device()
         # Graphs of decoding alone: a rollout is nearly all decoding.
         return arguments | {"disable_prefill_cuda_graph": True, "mem_fraction_static": round(static / free, 4)}
@@ -144,6 +151,9 @@ class SglangRollout(EngineAdapter):
             with build_environment(visible):
                 self._engine = make_engine(arguments)
         finally:
+            # Python waits for children before it ends, and these would serve for ever. What is registered last runs
+            # first.
+            atexit.register(_end_processes_of, weakref.ref(self))
             tracker = _resource_tracker()
             self._processes = [
                 child for child in psutil.Process().children() if child.pid not in before and child.pid != tracker
@@ -502,3 +512,8 @@ def _is_zombie(child: Any, psutil: Any) -> bool:
         return child.status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return True
+
+
+def _end_processes_of(rollout: weakref.ref[SglangRollout]) -> None:
+    if (left := rollout()) is not None:
+        left._end_processes()
