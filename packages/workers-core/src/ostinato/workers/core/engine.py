@@ -7,18 +7,23 @@ it knows no algorithm: what to do with the outputs of a forward pass comes as a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
+from typing import Any, Generic, Literal, Protocol, TypeVar, runtime_checkable
 
 import torch
 
 from ostinato.controller.topology import Coordinates
 from ostinato.rollout.base import WeightSource
 from ostinato.workers.core.microbatch import PackedRows
+from ostinato.workers.core.model import ModelConfig
+from ostinato.workers.core.optim import OptimConfig
 
 T = TypeVar("T")
+C = TypeVar("C")
+
+HOST = torch.device("cpu")
 
 Head = Literal["lm", "value"]
 """What a model ends in: the vocabulary, or one number at every position (critic, reward model)."""
@@ -176,6 +181,50 @@ class TrainEngine(Protocol):
     def load(self, path: Path) -> None:
         """Read what `save` wrote, at any world size; collective over all ranks."""
         ...
+
+
+class ConfiguredEngine(Generic[C]):
+    """What an engine is before it is built: its model, its optimizer and its own config.
+
+    Args:
+        head: "lm" for a language model, "value" for one scalar a token.
+        model: which Hugging Face folder.
+        optim: optimizer and schedule; None where nothing is trained.
+        engine: the engine's config, a mapping of its keys, or None for the defaults.
+        trainable: False freezes the weights: no gradients, no optimizer.
+    """
+
+    def __init__(
+        self,
+        *,
+        head: Head,
+        model: ModelConfig,
+        optim: OptimConfig | None = None,
+        engine: C | Mapping[str, Any] | None = None,
+        trainable: bool = True,
+    ) -> None:
+        self._head: Head = head
+        self._model_config = model
+        self._config = self._read_config(engine)
+        self._trainable = trainable
+        self._optim_config = (optim or OptimConfig()) if trainable else None
+        self._device = HOST
+        self._counters = {"steps": 0, "skipped": 0}
+
+    @staticmethod
+    def _read_config(value: Any) -> C:
+        """The engine's own config from what came for it."""
+        raise NotImplementedError
+
+    @property
+    def device(self) -> torch.device:
+        """Where micro-batches must lie; known after `build`."""
+        return self._device
+
+    @property
+    def skipped_steps(self) -> int:
+        """How many optimizer steps were skipped because the gradient was not finite."""
+        return self._counters["skipped"]
 
 
 EngineFactory = Callable[..., Any]

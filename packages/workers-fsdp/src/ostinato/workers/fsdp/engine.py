@@ -15,8 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from ostinato.controller.topology import Coordinates
-from ostinato.workers.core.config import ModelConfig
-from ostinato.workers.core.engine import Head, LossFn, OutputFn, PendingSave, StepStats, TokenOutputs
+from ostinato.workers.core.engine import ConfiguredEngine, LossFn, OutputFn, PendingSave, StepStats, TokenOutputs
 from ostinato.workers.core.limits import engine_config
 from ostinato.workers.core.microbatch import PackedRows
 from ostinato.workers.core.optim import OptimConfig, lr_factor
@@ -34,7 +33,6 @@ from ostinato.workers.fsdp.scaling import LossScale, first_scale
 from ostinato.workers.fsdp.weights import FsdpWeightSource, reshard_all, save_adapter
 
 T = TypeVar("T")
-HOST = torch.device("cpu")
 
 
 def as_fsdp_config(value: FsdpConfig | Mapping[str, Any] | None) -> FsdpConfig:
@@ -46,45 +44,23 @@ def as_fsdp_config(value: FsdpConfig | Mapping[str, Any] | None) -> FsdpConfig:
     return engine_config(FsdpConfig, value, "fsdp_config", FsdpConfigError)
 
 
-class FsdpEngine:
+class FsdpEngine(ConfiguredEngine[FsdpConfig]):
     """One model on FSDP2, implementing `ostinato.workers.core.engine.TrainEngine`.
 
     The default process group must exist before `build`. Gradients are sums over ranks and micro-batches.
-
-    Args:
-        head: "lm" for a language model, "value" for one scalar a token.
-        model: Which Hugging Face folder.
-        optim: Optimizer and schedule; None where nothing is trained.
-        engine: `FsdpConfig`, a mapping of its keys, or None for the defaults.
-        trainable: False freezes the weights: no gradients, no optimizer.
     """
 
-    def __init__(
-        self,
-        *,
-        head: Head,
-        model: ModelConfig,
-        optim: OptimConfig | None = None,
-        engine: FsdpConfig | Mapping[str, Any] | None = None,
-        trainable: bool = True,
-    ) -> None:
-        self._head: Head = head
-        self._model_config = model
-        self._config = as_fsdp_config(engine)
-        self._trainable = trainable
-        self._optim_config = (optim or OptimConfig()) if trainable else None
-        self._module: nn.Module | None = None
-        self._units: list[FSDPModule] = []
-        self._mesh: DeviceMesh | None = None
-        self._rows: Rows | None = None
-        self._device = HOST
-        self._optimizer: torch.optim.Optimizer | None = None
-        self._activations: ActivationOffload | None = None
-        self._counters = {"steps": 0, "skipped": 0}
-        self._params_here = True
-        self._optimizer_here = True
-        self._mover = Mover(HOST)
-        self._writer: checkpoint.BackgroundWriter | None = None
+    _read_config = staticmethod(as_fsdp_config)
+
+    _module: nn.Module | None = None
+    _units: Sequence[FSDPModule] = ()
+    _mesh: DeviceMesh | None = None
+    _rows: Rows | None = None
+    _optimizer: torch.optim.Optimizer | None = None
+    _activations: ActivationOffload | None = None
+    _params_here = True
+    _optimizer_here = True
+    _writer: checkpoint.BackgroundWriter | None = None
 
     def build(self) -> None:
         """Load the model, shard it and make the optimizer; collective over all ranks.
@@ -119,16 +95,6 @@ class FsdpEngine:
         if self._rows is None:
             raise EngineStateError("FsdpEngine.coordinates: the engine is not built; call build() on every rank first.")
         return self._rows.coordinates
-
-    @property
-    def device(self) -> torch.device:
-        """Where micro-batches must lie; known after `build`."""
-        return self._device
-
-    @property
-    def skipped_steps(self) -> int:
-        """How many optimizer steps were skipped because the gradient was not finite."""
-        return self._counters["skipped"]
 
     def forward(
         self,

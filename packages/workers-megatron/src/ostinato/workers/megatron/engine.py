@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -12,8 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ostinato.controller.topology import Coordinates
-from ostinato.workers.core.config import ModelConfig
-from ostinato.workers.core.engine import Head, LossFn, OutputFn, PendingSave, StepStats
+from ostinato.workers.core.engine import ConfiguredEngine, LossFn, OutputFn, PendingSave, StepStats
 from ostinato.workers.core.microbatch import PackedRows
 from ostinato.workers.core.optim import OptimConfig, lr_factor
 from ostinato.workers.megatron import parallel
@@ -24,43 +23,21 @@ if TYPE_CHECKING:
     from ostinato.workers.megatron.background import BackgroundWriter
 
 T = TypeVar("T")
-HOST = torch.device("cpu")
 
 
-class MegatronEngine:
+class MegatronEngine(ConfiguredEngine[MegatronConfig]):
     """One model on Megatron-Core, implementing `ostinato.workers.core.engine.TrainEngine`.
 
     The default process group must exist before `build`. Gradients are sums over ranks and micro-batches; they are
     reduced over the ranks once, in `optimizer_step`.
-
-    Args:
-        head: "lm" for a language model, "value" for one scalar a token.
-        model: Which Hugging Face folder.
-        optim: Optimizer and schedule; None where nothing is trained.
-        engine: `MegatronConfig`, a mapping of its keys, or None for the defaults.
-        trainable: False freezes the weights: no gradients, no optimizer.
     """
 
-    def __init__(
-        self,
-        *,
-        head: Head,
-        model: ModelConfig,
-        optim: OptimConfig | None = None,
-        engine: MegatronConfig | Mapping[str, Any] | None = None,
-        trainable: bool = True,
-    ) -> None:
-        self._head: Head = head
-        self._model_config = model
-        self._config = as_megatron_config(engine)
-        self._trainable = trainable
-        self._optim_config = (optim or OptimConfig()) if trainable else None
-        self._built: Any = None
-        self._optimizer: Any = None
-        self._device = HOST
-        self._counters = {"steps": 0, "skipped": 0, "updates": 0}
-        self._pending = False
-        self._writer: BackgroundWriter | None = None
+    _read_config = staticmethod(as_megatron_config)
+
+    _built: Any = None
+    _optimizer: Any = None
+    _pending = False
+    _writer: BackgroundWriter | None = None
 
     def build(self) -> None:
         """Build the model, read its weights and make the optimizer; collective over all ranks.
@@ -91,6 +68,7 @@ class MegatronEngine:
         from ostinato.workers.megatron.weights import stages_of
 
         self._device = parallel.training_device()
+        self._counters["updates"] = 0
         config, model = self._config, self._model_config
         parallel.initialize(config, self._device)
         a = read_architecture(model, self._head)
@@ -117,16 +95,6 @@ class MegatronEngine:
         """This rank's place in Megatron's mesh; the last pipeline stage's first rank answers."""
         self._built_or_raise("coordinates")
         return parallel.coordinates()
-
-    @property
-    def device(self) -> torch.device:
-        """Where micro-batches must lie; known after `build`."""
-        return self._device
-
-    @property
-    def skipped_steps(self) -> int:
-        """How many optimizer steps were skipped because the gradient was not finite."""
-        return self._counters["skipped"]
 
     def forward(
         self,
