@@ -4,9 +4,9 @@
     python benchmarks/workers-fsdp/bench_update.py --model 1.5b --response-length 512 2048 8192   # one GPU
 
 Random weights and tokens. Response lengths are lognormal with mean .4 of the maximum, seed 0. All variants train on the
-same rows with the same loss, micro-batches under the same token budget, gradient checkpointing and float32 master
-weights; they take turns, and each variant's fastest turn counts. On a CPU the time is that of the process, so that a
-busy machine changes little; on a GPU it is that of the clock.
+same rows with the same loss, micro-batches under the same token budget, gradient checkpointing (unless
+`--no-checkpointing`) and float32 master weights; they take turns, and each variant's fastest turn counts. On a CPU the
+time is that of the process, so that a busy machine changes little; on a GPU it is that of the clock.
 """
 
 from __future__ import annotations
@@ -57,6 +57,8 @@ class Setting:
     budget: int
     flops: ModelFlops
     lengths: torch.Tensor
+    checkpointing: bool = True
+    liger: bool = False
 
     @property
     def width(self) -> int:
@@ -95,7 +97,8 @@ def make_folder(folder: Path, name: str, positions: int) -> Any:
         max_position_embeddings=positions,
     )
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
     return config
 
 
@@ -125,7 +128,11 @@ class Ours:
         self.setting = setting
         self.engine = FsdpEngine(
             head="lm",
-            model=ModelConfig(path=str(setting.folder)),
+            model=ModelConfig(
+                path=str(setting.folder),
+                enable_gradient_checkpointing=setting.checkpointing,
+                use_liger=setting.liger,
+            ),
             optim=OptimConfig(lr=LR),
             engine=FsdpConfig(),
         )
@@ -166,7 +173,8 @@ class Plain:
         self.setting, self.packing = setting, packing
         model: Any = AutoModelForCausalLM.from_pretrained(setting.folder, dtype=torch.float32)
         self.model: nn.Module = model.to(setting.device)
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        if setting.checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LR, fused=setting.device.type == "cuda")
 
     def micro_batches(self) -> list[dict[str, torch.Tensor]]:
@@ -330,6 +338,8 @@ def main() -> None:
     parser.add_argument("--response-length", type=int, nargs="+", default=[224])
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--token-budget", type=int, default=None, help="default: 2048 on a CPU, 32768 on a GPU")
+    parser.add_argument("--no-checkpointing", action="store_true", help="keep activations, in all variants")
+    parser.add_argument("--liger", action="store_true", help="`model.use_liger` of this engine")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--json", type=Path, default=None, help="write the results there too")
     options = parser.parse_args()
@@ -348,7 +358,8 @@ def main() -> None:
         for response in options.response_length:
             rows = make_rows(options.rows, options.prompt_length or response // 8, response, config.vocab_size)
             lengths = rows.batch["attention_mask"].sum(dim=1)
-            setting = Setting(Path(folder) / "model", device, rows, budget, flops, lengths)
+            kinds = {"checkpointing": not options.no_checkpointing, "liger": options.liger}
+            setting = Setting(Path(folder) / "model", device, rows, budget, flops, lengths, **kinds)
             ratio = setting.num_padded / setting.num_real
             print(
                 f"\nresponses up to {response}: {setting.num_real} tokens, padded {setting.num_padded} ({ratio:.2f} x)"

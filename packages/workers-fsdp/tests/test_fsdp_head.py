@@ -37,7 +37,7 @@ class _Largest(TorchDispatchMode):
 @group
 def test_logits_never_exist_as_a_whole(workspace, monkeypatch):
     """Neither pass makes a tensor of all positions by vocabulary; with logits there is one."""
-    monkeypatch.setattr("ostinato.workers.fsdp.head._GPU_CHUNK_ELEMENTS", 4 * 4 * VOCAB)
+    monkeypatch.setattr("ostinato.workers.fsdp.head._GPU_CHUNK_ELEMENTS", 8 * 4 * VOCAB)
     rows = make_rows(16, seed=1)
     num_positions = int(rows.batch["response_mask"].sum())
     for fused in (True, False):

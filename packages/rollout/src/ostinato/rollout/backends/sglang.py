@@ -131,12 +131,12 @@ class SglangRollout(EngineAdapter):
         if not on_gpu:
             places = min(config.max_num_seqs * (self._context_length + 8), 1 << 16)
             return arguments | {"disable_overlap_schedule": True, "max_total_tokens": max(places, 1 << 12)}
+        static, free = self._check_device()
         if config.torch_dtype == torch.float32:
             raise ConfigError(
-                f"{PREFIX}.dtype: SGLang's kernels on a GPU take bfloat16 and float16, got float32. Set it to bfloat16, "
-                f"or {PREFIX}.name to vllm or hf."
+                f"{PREFIX}.dtype: SGLang's kernels on a GPU take bfloat16 and float16, got float32. Set it to "
+                f"bfloat16, or {PREFIX}.name to vllm or hf."
             )
-        static, free = self._check_device()
         # Graphs of decoding alone: a rollout is nearly all decoding.
         return arguments | {"disable_prefill_cuda_graph": True, "mem_fraction_static": round(static / free, 4)}
 

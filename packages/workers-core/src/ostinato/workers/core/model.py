@@ -24,6 +24,7 @@ class ModelConfig:
         use_remove_padding: run packed rows; off for a model whose attention cannot keep packed rows apart.
         use_fused_kernels: log-probabilities and entropies straight from the hidden states, so that the logits never
             exist; a model whose logits change after its head keeps them. Off computes the logits.
+        use_liger: Liger's kernels for norms, rotary positions and gated activations; GPUs and the FSDP engine only.
         lora_rank: train low-rank adapters of this rank in place of the weights; 0 trains the weights.
         lora_alpha: an adapter's output counts `lora_alpha / lora_rank` times.
         target_modules: which modules get an adapter: `all-linear` (all but the head), a list of name endings, or a
@@ -40,6 +41,7 @@ class ModelConfig:
     enable_activation_offload: bool = False
     use_remove_padding: bool = True
     use_fused_kernels: bool = True
+    use_liger: bool = False
     lora_rank: int = 0
     lora_alpha: int = 16
     target_modules: str | list[str] = "all-linear"

@@ -34,6 +34,7 @@ from ostinato.workers.fsdp.config import FsdpConfig, torch_dtype
 from ostinato.workers.fsdp.errors import ModelLoadError
 from ostinato.workers.fsdp.folder import Read, loose_tensors, open_folder
 from ostinato.workers.fsdp.head import fuse_head
+from ostinato.workers.fsdp.liger import use_liger_kernels
 from ostinato.workers.fsdp.lora import add_adapter, first_value, folder_name, is_adapter, keep_frozen_in
 from ostinato.workers.fsdp.ulysses import check_model
 
@@ -308,6 +309,8 @@ def build_module(
         keep_frozen_in(module, config.compute_dtype(device))
     if head == "lm" and model.use_fused_kernels:
         fuse_head(module)
+    if model.use_liger:
+        use_liger_kernels(module, device)
     set_attention(module, model)
     if config.ulysses_sequence_parallel_size > 1:
         attention = cast(Any, module).config._attn_implementation

@@ -25,7 +25,7 @@ from ostinato.algos import (
 
 logger = logging.getLogger(__name__)
 
-_GPU_CHUNK_ELEMENTS = 1 << 26
+_GPU_CHUNK_ELEMENTS = 1 << 27
 """Entries of a chunk on a GPU. They are large: each reads and writes the float32 gradient of the whole head."""
 
 
@@ -91,8 +91,8 @@ def _answers(hidden: torch.Tensor, weight: torch.Tensor, question: Question) -> 
 
 
 def chunk_rows(weight: torch.Tensor) -> int:
-    """Positions of a chunk: logits of 64 MiB in float32 on the host, of 256 MiB on a GPU."""
-    elements = _GPU_CHUNK_ELEMENTS if weight.device.type == "cuda" else _GPU_CHUNK_ELEMENTS // 4
+    """Positions of a chunk: logits of 64 MiB in float32 on the host, of 512 MiB on a GPU."""
+    elements = _GPU_CHUNK_ELEMENTS if weight.device.type == "cuda" else _GPU_CHUNK_ELEMENTS // 8
     return max(elements // weight.shape[0], 1)
 
 

@@ -201,6 +201,8 @@ def foreign_settings(model: Any, optim: Any | None) -> list[tuple[str, str]]:
         asked.append(("model.lora_rank", model.lora_rank, "0"))
     if model.enable_activation_offload:
         asked.append(("model.enable_activation_offload", True, "False"))
+    if model.use_liger:
+        asked.append(("model.use_liger", True, "False"))
     if optim is not None and optim.optimizer != "AdamW":
         asked.append(("optim.optimizer", optim.optimizer, "AdamW"))
     text = "the Megatron engine has no such thing; set it to {}, or take strategy=fsdp"
