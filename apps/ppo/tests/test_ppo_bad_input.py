@@ -134,6 +134,26 @@ def short_prompts(table: Any) -> Any:
 
 
 @pytest.mark.usefixtures("no_workers")
+def test_ppo_bad_input_model_that_nothing_here_can_load(toy, command, tmp_path):
+    """The files are there, and neither its tokenizer nor its kind can be made of them."""
+    for case, (file, change, text) in {
+        "tokenizer": ("tokenizer.json", lambda old: "{", "no tokenizer could be loaded from '"),
+        "kind": (
+            "config.json",
+            lambda old: json.dumps({**json.loads(old), "model_type": "of_next_year"}),
+            "does not recognize this architecture",
+        ),
+    }.items():
+        model = shutil.copytree(toy / "model", tmp_path / case)
+        (model / file).write_text(change((model / file).read_text()))
+        code, _, error = command(**{"actor_rollout_ref.model.path": model})
+        assert code == 1, case
+        assert text in error, case
+        assert str(model) in error, case
+        assert "Traceback" not in error, case
+
+
+@pytest.mark.usefixtures("no_workers")
 def test_ppo_bad_input_filter_that_leaves_no_prompt(command):
     code, _, error = command(**{"data.max_prompt_length": 6, "data.filter_overlong_prompts": True})
     assert code == 1

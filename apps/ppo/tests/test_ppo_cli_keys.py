@@ -72,6 +72,8 @@ def test_ppo_cli_unknown_key_is_refused_with_the_nearest(override, key, near, ba
         ("~trainer.seed", "trainer.seed: keys cannot be deleted"),
         ("hydra.run.dir=x", "hydra.run.dir: ostinato runs no Hydra jobs"),
         ("nonsense", "nonsense: expected key=value"),
+        ("=", "=: expected key=value, without spaces around the ="),
+        ("--data.train_files=x", "--data.train_files=x; keys are written without dashes, key=value"),
         ("trainer.seed=${data.nothing}", "data.nothing"),
     ],
 )
@@ -132,6 +134,17 @@ def test_ppo_cli_values_are_taken_in_every_sensible_writing(base):
     assert config.data.train_batch_size == 1000
     assert isinstance(config.algorithm.lam, float)
     assert (config.data.seed, config.actor_rollout_ref.rollout.seed) == (5, 5)
+
+
+def test_ppo_cli_home_folder_needs_no_quotes(base, monkeypatch, tmp_path, capsys):
+    """Shells leave `~` alone behind `key=`, and Hydra takes it in quotes only."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    config, problems = compose([*base, "data.train_files=~/x.parquet", "trainer.default_local_dir='~/run'"])
+    assert problems == []
+    assert config.data.train_files == [f"{tmp_path}/x.parquet"]
+    assert config.trainer.default_local_dir == f"{tmp_path}/run"
+    assert main([*base, "actor_rollout_ref.model.path=~/none"]) == 2
+    assert "actor_rollout_ref.model.path: there is no folder ~/none" in capsys.readouterr().err
 
 
 def test_ppo_cli_flexible_scoring_can_be_chosen(base):

@@ -28,7 +28,9 @@ def test_ppo_preflight_group_estimators_refuse_one_response(name, make):
 @pytest.mark.parametrize(
     ("key", "value", "known"),
     [
-        ("algorithm.adv_estimator", "grop", "grpo"),
+        ("algorithm.adv_estimator", "grop", "did you mean grpo?"),
+        ("algorithm.adv_estimator", "GRPO", "did you mean grpo?"),
+        ("algorithm.adv_estimator", "ppo", "PPO, with a critic, is gae"),
         (f"{ACTOR}.policy_loss.loss_mode", "vanila", "vanilla"),
         ("algorithm.kl_penalty", "low_var", "low_var_kl"),
         ("algorithm.kl_penalty", "full", "logits"),

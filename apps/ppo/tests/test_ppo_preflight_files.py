@@ -21,6 +21,7 @@ def test_ppo_preflight_data_files(role, make, tmp_path):
     key = f"data.{role}_files"
     (tmp_path / "text.parquet").write_text("no parquet")
     without = {name: value for name, value in GSM8K_ROW.items() if name != "reward_model"}
+    no_truth = [{**GSM8K_ROW, "reward_model": {"style": "rule"}}] * 40
     cases = {
         str(tmp_path / "none.parquet"): (key, "there is no file"),
         str(tmp_path / "text.parquet"): (key, "is not a parquet file"),
@@ -28,6 +29,11 @@ def test_ppo_preflight_data_files(role, make, tmp_path):
         write_rows(tmp_path / "w.parquet", [without] * 40): (key, "no column 'reward_model'"),
         write_rows(tmp_path / "q.parquet", [{"question": "?", **without}] * 40): (key, "no column 'reward_model'"),
         write_rows(tmp_path / "s.parquet", [{**GSM8K_ROW, "data_source": "mine"}] * 40): (key, "'mine'"),
+        write_rows(tmp_path / "t.parquet", [{**GSM8K_ROW, "reward_model": "3"}] * 40): (
+            key,
+            "no mappings with 'ground",
+        ),
+        write_rows(tmp_path / "g.parquet", no_truth): (key, "no mappings with 'ground_truth'"),
         write_rows(tmp_path / "n.parquet", [{**GSM8K_ROW, "prompt": 3}] * 40): ("data.prompt_key", "neither chat"),
     }
     for path, (where, text) in cases.items():
@@ -170,6 +176,15 @@ def test_ppo_preflight_own_reward_function(source, key, text, make, tmp_path):
         (tmp_path / "reward.py").write_text(source)
     found = faults(make(**{"custom_reward_function.path": str(tmp_path / "reward.py")}))
     assert text in found[f"custom_reward_function.{key}"]
+
+
+def test_ppo_preflight_name_of_a_reward_function_without_its_file_is_a_warning(make):
+    checked = examine(make(**{"custom_reward_function.name": "mine"}))
+    assert checked.problems == []
+    assert (
+        "custom_reward_function.name: mine has no effect without custom_reward_function.path, its file"
+        in checked.warnings
+    )
 
 
 def test_ppo_preflight_own_reward_function_with_kwargs(make, tmp_path):

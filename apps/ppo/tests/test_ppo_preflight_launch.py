@@ -7,6 +7,7 @@ import pytest
 from ostinato.ppo.errors import LaunchError
 from ostinato.ppo.preflight import examine
 from ostinato.ppo.preflight_launch import check_launch
+from ostinato.ppo.testing import write_model
 
 ROLLOUT = "actor_rollout_ref.rollout"
 
@@ -27,7 +28,14 @@ def test_ppo_preflight_static_checks_look_at_no_hardware_and_no_engine(make, mon
     assert examine(make(**wanted, **{"trainer.logger": ["wandb", "mlflow"]})).problems == []
 
 
-def test_ppo_preflight_launch_refuses_what_the_machine_lacks(make, monkeypatch):
+@pytest.fixture
+def with_weights(make, tmp_path):
+    """The same model, its weights beside it."""
+    (tmp_path / "model" / "pytorch_model.bin").write_bytes(b"")
+    return make
+
+
+def test_ppo_preflight_launch_refuses_what_the_machine_lacks(with_weights, monkeypatch):
     import torch
 
     from ostinato.ppo import loggers
@@ -37,7 +45,7 @@ def test_ppo_preflight_launch_refuses_what_the_machine_lacks(make, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(backends, "_is_importable", lambda module: module != "vllm")
     monkeypatch.setattr(loggers, "find_spec", lambda module: None if module == "wandb" else object())
-    config = make(
+    config = with_weights(
         **{"trainer.n_gpus_per_node": 8, "trainer.device": "cuda", f"{ROLLOUT}.name": "vllm", "trainer.logger": "wandb"}
     )
     with pytest.raises(LaunchError) as refusal:
@@ -47,13 +55,30 @@ def test_ppo_preflight_launch_refuses_what_the_machine_lacks(make, monkeypatch):
     assert "2 found" in text
     assert "pip install" in text
     assert "wandb" in text
-    check_launch(make(**{"trainer.n_gpus_per_node": 2, "trainer.device": "cuda"}))
-    check_launch(make(**{"trainer.n_gpus_per_node": 64, "trainer.device": "cpu"}))
+    check_launch(with_weights(**{"trainer.n_gpus_per_node": 2, "trainer.device": "cuda"}))
+    check_launch(with_weights(**{"trainer.n_gpus_per_node": 64, "trainer.device": "cpu"}))
 
 
-def test_ppo_preflight_launch_refuses_an_adapter_without_peft(make, monkeypatch):
-    config = make(**{"actor_rollout_ref.model.lora_rank": 8, "trainer.device": "cpu"})
+def test_ppo_preflight_launch_refuses_an_adapter_without_peft(with_weights, monkeypatch):
+    config = with_weights(**{"actor_rollout_ref.model.lora_rank": 8, "trainer.device": "cpu"})
     check_launch(config)
     monkeypatch.setattr("ostinato.ppo.preflight_launch.find_spec", lambda module: None)
     with pytest.raises(LaunchError, match=r"pip install 'ostinato-workers-fsdp\[lora\]'"):
         check_launch(config)
+
+
+@pytest.mark.parametrize("role", ["actor_rollout_ref", "critic", "reward_model"])
+def test_ppo_preflight_launch_refuses_a_model_without_weights(role, with_weights, tmp_path, monkeypatch):
+    """The static checks warn: a run may be checked where its weights are not; a format that does not load is none."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    folder = write_model(tmp_path / "bare")
+    (tmp_path / "bare" / "model.gguf").write_bytes(b"")
+    changes = {"algorithm.adv_estimator": "gae", "reward_model.enable": True, "trainer.device": "cpu"}
+    paths = {f"{name}.model.path": str(tmp_path / "model") for name in ("actor_rollout_ref", "critic", "reward_model")}
+    check_launch(with_weights(**changes, **paths))
+    config = with_weights(**changes, **(paths | {f"{role}.model.path": folder}))
+    assert any("no weight files" in warning for warning in examine(config).warnings)
+    with pytest.raises(LaunchError, match=rf"{role}\.model\.path: .*/bare has no weights: expected \*\.safetensors"):
+        check_launch(config)
+    monkeypatch.setenv("RAY_ADDRESS", "cluster:6379")
+    check_launch(config)

@@ -201,7 +201,10 @@ def screen(overrides: Iterable[str], *, is_group: Callable[[str], bool]) -> tupl
     problems: list[Problem] = []
     for text in overrides:
         try:
-            override = parser.parse_override(text)
+            override = parser.parse_override(_tilde_quoted(text))
+            if not override.key_or_group:
+                problems.append(Problem(text, "expected key=value, without spaces around the ="))
+                continue
         except HydraException as error:
             reason = str(error).splitlines()[0]
             problems.append(Problem(text, f"expected key=value ({reason}); values with spaces or signs need quotes"))
@@ -213,8 +216,14 @@ def screen(overrides: Iterable[str], *, is_group: Callable[[str], bool]) -> tupl
         elif group or override.key_or_group.startswith("hydra."):
             accepted.append(text)
         else:
-            accepted.append("++" + text.lstrip("+"))
+            accepted.append("++" + _tilde_quoted(text).lstrip("+"))
     return accepted, problems
+
+
+def _tilde_quoted(text: str) -> str:
+    """An override whose value begins with `~`, which shells leave alone there, in the quotes that Hydra wants."""
+    key, equals, value = text.partition("=")
+    return f"{key}='{value}'" if equals and value.startswith("~") and "'" not in value else text
 
 
 def _fault(override: Override) -> Problem | None:
@@ -339,7 +348,11 @@ def _parse(arguments: list[str]) -> argparse.Namespace | int:
     parser.add_argument("--version", action="store_true")
     parser.add_argument("--help", "-h", action="store_true")
     try:
-        options = parser.parse_intermixed_args(arguments)
+        options, unknown = parser.parse_known_intermixed_args(arguments)
+        if unknown:
+            keys = any("=" in text for text in unknown)
+            hint = "; keys are written without dashes, key=value" if keys else ""
+            parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     except SystemExit as stop:
         return int(stop.code or 0)
     if options.help:

@@ -80,12 +80,14 @@ class DataFacts:
         num_rows: its rows.
         columns: its column names.
         prompt_kind: `chat`, `text` or `other` (`missing` where there is no such column).
+        has_ground_truth: whether `reward_model` holds mappings with `ground_truth`.
         data_sources: values of `data_source` that its statistics name (the smallest and the largest of each row group).
     """
 
     num_rows: int
     columns: tuple[str, ...]
     prompt_kind: str
+    has_ground_truth: bool
     data_sources: tuple[str, ...]
 
 
@@ -126,7 +128,7 @@ def read_model(path: str, overrides: Mapping[str, Any] | None = None) -> ModelFa
         config = {**config, **inner}
     config = {**config, **(overrides or {})}
     weights = sorted(folder.glob("*.safetensors"))
-    others = [*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.gguf")]
+    others = list(folder.glob("pytorch_model*.bin"))  # the other form that transformers loads; .gguf and .pt are not
     counted = sum(_parameters_in(file) for file in weights) or _parameters_by_shape(config)
     return ModelFacts(folder, config, bool(weights or others), counted)
 
@@ -171,7 +173,8 @@ def read_data(path: str, prompt_key: str) -> DataFacts:
     with file:
         schema, metadata = file.schema_arrow, file.metadata
         kind = _prompt_kind(schema.field(prompt_key).type) if prompt_key in schema.names else "missing"
-        return DataFacts(metadata.num_rows, tuple(schema.names), kind, _extremes(metadata, "data_source"))
+        truth = "reward_model" in schema.names and _has_field(schema.field("reward_model").type, "ground_truth")
+        return DataFacts(metadata.num_rows, tuple(schema.names), kind, truth, _extremes(metadata, "data_source"))
 
 
 def _prompt_kind(arrow_type: Any) -> str:
@@ -184,6 +187,12 @@ def _prompt_kind(arrow_type: Any) -> str:
         if kinds.is_struct(item) and {"role", "content"} <= {item.field(i).name for i in range(item.num_fields)}:
             return "chat"
     return "other"
+
+
+def _has_field(arrow_type: Any, name: str) -> bool:
+    import pyarrow.types as kinds
+
+    return kinds.is_struct(arrow_type) and arrow_type.get_field_index(name) >= 0
 
 
 def _extremes(metadata: Any, column: str) -> tuple[str, ...]:

@@ -109,7 +109,7 @@ def examine(config: PpoConfig) -> Checked:
 def one_of(name: object, known: Iterable[str]) -> str:
     """The text for a name that is not among the known ones, with the nearest."""
     known = list(known)
-    near = difflib.get_close_matches(str(name), known, n=1)
+    near = difflib.get_close_matches(str(name).lower(), known, n=1)
     hint = f" (did you mean {near[0]}?)" if near else ""
     return f"expected one of {', '.join(known)}, got {name!r}{hint}"
 
@@ -121,7 +121,8 @@ def _algorithm(checked: Checked) -> None:
     algorithm, n = checked.config.algorithm, checked.config.actor_rollout_ref.rollout.n
     key, name = "algorithm.adv_estimator", algorithm.adv_estimator
     if checked.estimator is None:
-        checked.refuse(key, one_of(name, adv_estimators()))
+        text = "PPO, with a critic, is gae" if name.lower() == "ppo" else one_of(name, adv_estimators())
+        checked.refuse(key, text)
         return
     wanted = keywords(checked.estimator)
     if lacking := [word for word, needed in wanted.items() if needed and word not in OFFERED]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ostinato.ppo.facts import DataFacts, ModelFacts, Unreadable, model_folder, read_data, read_model, read_tokenizer
 from ostinato.ppo.run_folder import MARKER, complete_steps, model_fingerprint
-from ostinato.ppo.sections import RewardManagerConfig
+from ostinato.ppo.sections import CustomRewardConfig, RewardManagerConfig
 
 if TYPE_CHECKING:
     from ostinato.ppo.preflight import Checked
@@ -66,6 +66,8 @@ def _usable(checked: Checked, key: str, path: str, facts: DataFacts) -> bool:
         return len(checked.problems) == before
     if "reward_model" not in facts.columns:
         checked.refuse(key, f"{path} has no column 'reward_model' (a mapping with 'ground_truth'); {has}")
+    elif not facts.has_ground_truth:
+        checked.refuse(key, f"column 'reward_model' of {path} holds no mappings with 'ground_truth', the right answer")
     if "data_source" not in facts.columns:
         checked.refuse(key, f"{path} has no column 'data_source', which chooses the reward function; {has}")
     elif config.custom_reward_function.path is None:
@@ -202,6 +204,8 @@ def reward_function(checked: Checked) -> None:
     _reward_manager(checked)
     try:
         if section.path is None:
+            if section.name != CustomRewardConfig.name:
+                checked.warn(f"{_REWARD}.name", f"{section.name} has no effect without {_REWARD}.path, its file")
             Recipe(kwargs=section.reward_kwargs).check()
             return
         check_source(section.path, section.name)

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 
 from ostinato.ppo.config import PpoConfig
 from ostinato.ppo.errors import LaunchError
+from ostinato.workers.core.config import ModelConfig
 
 
 def check_launch(config: PpoConfig) -> None:
@@ -17,9 +18,10 @@ def check_launch(config: PpoConfig) -> None:
         config: a configuration that passed `check`.
 
     Raises:
-        LaunchError: GPUs are missing, or an engine or a tracker is not installed; the text lists all of it.
+        LaunchError: GPUs or a model's weights are missing, or an engine or a tracker is not installed; the text lists
+            all of it.
     """
-    lacks = [*_missing_gpus(config), *_missing_software(config)]
+    lacks = [*_missing_gpus(config), *_missing_software(config), *_missing_weights(config)]
     if lacks:
         raise LaunchError("this machine cannot run it:\n" + "\n".join(f"  {lack}" for lack in lacks))
 
@@ -38,6 +40,20 @@ def _missing_gpus(config: PpoConfig) -> Iterator[str]:
         )
 
 
+def _missing_weights(config: PpoConfig) -> Iterator[str]:
+    """Models without weight files; on a cluster its own machines' folders count."""
+    from ostinato.ppo.facts import Unreadable, read_model
+
+    if config.trainer.backend == "ray" and os.environ.get("RAY_ADDRESS"):
+        return
+    for role, model in _models(config):
+        try:
+            if not read_model(model.path).has_weights:
+                yield f"{role}.model.path: {model.path} has no weights: expected *.safetensors or pytorch_model*.bin"
+        except Unreadable as error:
+            yield f"{role}.model.path: {error}"
+
+
 def _missing_software(config: PpoConfig) -> Iterator[str]:
     from ostinato.ppo.loggers import TrackingError
     from ostinato.ppo.loggers import check_installed as check_loggers
@@ -54,3 +70,30 @@ def _missing_software(config: PpoConfig) -> Iterator[str]:
     adapts = config.actor_rollout_ref.model.lora_rank or (config.needs_critic and config.critic.model.lora_rank)
     if adapts and find_spec("peft") is None:
         yield "model.lora_rank: adapters need peft, which is missing: pip install 'ostinato-workers-fsdp[lora]'"
+
+
+def _models(config: PpoConfig) -> Iterator[tuple[str, ModelConfig]]:
+    """The models that will be loaded, by the section that names them."""
+    yield "actor_rollout_ref", config.actor_rollout_ref.model
+    if config.needs_critic:
+        yield "critic", config.critic.model
+    if config.reward_model.enable:
+        yield "reward_model", config.reward_model.model
+
+
+def check_architectures(config: PpoConfig) -> None:
+    """Refuse models that transformers does not know; called by the process of the loop, which has it imported.
+
+    Raises:
+        LaunchError: a model's config cannot be read by the transformers that is installed.
+    """
+    from transformers import AutoConfig, __version__
+
+    for role, model in _models(config):
+        try:
+            AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
+        except Exception as error:  # a model's own code may raise anything
+            reason = str(error).partition("\n")[0]
+            raise LaunchError(
+                f"{role}.model.path: transformers {__version__} cannot load {model.path}: {reason}"
+            ) from error

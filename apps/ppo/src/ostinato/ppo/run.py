@@ -93,6 +93,7 @@ def train(config: PpoConfig, *, emit: Callable[[Event], None]) -> None:
     from ostinato.ppo.data import Schedule, load_tokenizer
     from ostinato.ppo.dump import observers
     from ostinato.ppo.placement import open_backend, place
+    from ostinato.ppo.preflight_launch import check_architectures
     from ostinato.ppo.rewards import build_reward
     from ostinato.ppo.run_folder import model_fingerprint
     from ostinato.ppo.tracking import Tracker
@@ -108,6 +109,7 @@ def train(config: PpoConfig, *, emit: Callable[[Event], None]) -> None:
         stack.callback(checkpoints.close)
         checkpoints.claim(model_fingerprint(config.actor_rollout_ref.model.path))
         tokenizer = load_tokenizer(config.actor_rollout_ref.model)
+        check_architectures(config)
         schedule = Schedule(config.data, tokenizer, config.trainer)
         config = config.with_total_steps(schedule.num_prompts)
         resumed = checkpoints.resume(trainer.resume_mode, trainer.resume_from_path, trained_roles(config))
