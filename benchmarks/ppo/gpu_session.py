@@ -143,7 +143,7 @@ def twins(options: argparse.Namespace) -> Iterator[Part]:
     actor, rollout = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
     shared = [
         "algorithm.adv_estimator=grpo", f"{rollout}.n=8", f"{actor}.use_kl_loss=True", f"{actor}.kl_loss_coef=0.001",
-        f"{rollout}.gpu_memory_utilization=0.1", f"{actor}.optim.lr=1e-5", "data.max_response_length=256",
+        f"{rollout}.gpu_memory_utilization=0.2", f"{actor}.optim.lr=1e-5", "data.max_response_length=256",
         "trainer.resume_mode=disable", *custom_reward(options),
     ]  # fmt: skip
     for strategy, engine in (("fsdp", "vllm"), ("megatron", "vllm"), ("megatron", "sglang")):
@@ -167,7 +167,7 @@ def measurements(options: argparse.Namespace) -> Iterator[Part]:
     fresh, custom = "trainer.resume_mode=disable", custom_reward(options)
     for engine in ("sglang", "vllm"):
         name, cooler = f"{rollout}.name={engine}", f"cooler-{engine}"
-        little = f"{rollout}.gpu_memory_utilization=0.1"
+        little = f"{rollout}.gpu_memory_utilization=0.2"
         run = app(options, cooler, grpo, name, f"{rollout}.n=8", f"{rollout}.temperature=0.7", little, fresh)
         yield Part(cooler, "2, temperature .7", [run], engine, 200)
     for engine in ("sglang", "vllm"):
@@ -175,8 +175,8 @@ def measurements(options: argparse.Namespace) -> Iterator[Part]:
         yield Part(f"reshard-{engine}", "3", [command], engine, 180)
     curve = [
         grpo, f"{rollout}.name=vllm", f"{rollout}.n=8", *custom, "data.max_response_length=256",
-        "actor_rollout_ref.actor.optim.lr=1e-5", "trainer.save_freq=20", "trainer.test_freq=20",
-        "trainer.val_before_train=True", "data.val_max_samples=256", f"{rollout}.gpu_memory_utilization=0.15",
+        "actor_rollout_ref.actor.optim.lr=2e-5", "actor_rollout_ref.actor.ppo_mini_batch_size=32",
+        "trainer.save_freq=20", "trainer.test_freq=20", "trainer.val_before_train=True", "data.val_max_samples=256", f"{rollout}.gpu_memory_utilization=0.3",
     ]  # fmt: skip
     halves = [app(options, "curve", *curve, steps=steps) for steps in ((2, 4) if options.cpu else (20, 40))]
     yield Part("curve", "4; the second command resumes the first", halves, "vllm", 480)
