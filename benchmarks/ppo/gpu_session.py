@@ -176,7 +176,8 @@ def measurements(options: argparse.Namespace) -> Iterator[Part]:
     curve = [
         grpo, f"{rollout}.name=vllm", f"{rollout}.n=8", *custom, "data.max_response_length=256",
         "actor_rollout_ref.actor.optim.lr=2e-5", "actor_rollout_ref.actor.ppo_mini_batch_size=32",
-        "trainer.save_freq=20", "trainer.test_freq=20", "trainer.val_before_train=True", "data.val_max_samples=256", f"{rollout}.gpu_memory_utilization=0.3",
+        "trainer.save_freq=20", "trainer.test_freq=20", "trainer.val_before_train=True",
+        "data.val_max_samples=256", f"{rollout}.gpu_memory_utilization=0.3",
     ]  # fmt: skip
     halves = [app(options, "curve", *curve, steps=steps) for steps in ((2, 4) if options.cpu else (20, 40))]
     yield Part("curve", "4; the second command resumes the first", halves, "vllm", 480)
