@@ -29,6 +29,9 @@ from ostinato.workers.core.testing.oracle import (
 from ostinato.workers.fsdp.activations import ActivationOffload
 from ostinato.workers.fsdp.config import FsdpConfig
 from ostinato.workers.fsdp.engine import FsdpEngine
+from ostinato.workers.fsdp.head import token_head
+from ostinato.workers.fsdp.lora import is_adapter
+from ostinato.workers.fsdp.mesh import shard_group
 from ostinato.workers.fsdp.offload import Mover
 
 OPTIM = OptimConfig(lr=2e-3, eps=1e-4, weight_decay=0.1, grad_clip=0.05, lr_warmup_steps=2)
@@ -195,11 +198,27 @@ def _start(workspace: Path, setting: Setting) -> Driver:
         use_fused_kernels=setting.fused,
         **(ADAPTER if setting.adapter else {}),
     )
+    _assert_in_effect(driver, setting)
     if setting.parked:
         # On a CPU an engine has nowhere to move them to; here its hooks run all the same.
         activations = ActivationOffload(driver.engine.device, min_bytes=0)
         driver.engine._activations = activations  # pyright: ignore[reportAttributeAccessIssue]
     return driver
+
+
+def _assert_in_effect(driver: Driver, setting: Setting) -> None:
+    """A switch that does nothing would agree with everything."""
+    module: Any = driver.engine._module  # pyright: ignore[reportAttributeAccessIssue]
+    assert module.is_gradient_checkpointing is setting.recompute
+    assert module.config._attn_implementation == ("ostinato_varlen" if setting.rows == "varlen" else "sdpa")
+    assert driver.head == "value" or (token_head(module) is not None) is setting.fused
+    parameters = dict(module.named_parameters())
+    assert any(is_adapter(name) for name in parameters) is setting.adapter
+    assert driver.engine.coordinates.dp_size == dist.get_world_size() // setting.sequence
+    shards = setting.sharding if isinstance(setting.sharding, int) else dist.get_world_size()
+    for name, parameter in parameters.items():
+        assert dist.get_world_size(shard_group(parameter.device_mesh)) == shards, name
+        assert setting.state != "host" or parameter.device.type == "cpu", name
 
 
 def _check(driver: Driver, setting: Setting, expected: Expected, workspace: Path) -> None:
@@ -226,6 +245,8 @@ def _check(driver: Driver, setting: Setting, expected: Expected, workspace: Path
     assert_same_weights(driver.state(), expected.weights)
     if setting.adapter:
         check_base(driver, workspace / setting.model)
+    activations: Any = driver.engine._activations  # pyright: ignore[reportAttributeAccessIssue]
+    assert (activations is not None and activations.num_parked > 0) is setting.parked
 
 
 class _Moves:
