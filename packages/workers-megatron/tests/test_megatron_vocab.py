@@ -5,13 +5,15 @@ import torch
 import torch.distributed as dist
 
 from ostinato.algos import token_log_probs_and_entropy, token_sum_pi_squared
+from ostinato.workers.megatron import vocab
 from ostinato.workers.megatron.vocab import vocab_parallel_outputs
 
 
-@pytest.mark.parametrize("padding", [0, 3])
+@pytest.mark.parametrize(("padding", "chunk"), [(0, 1 << 26), (3, 1 << 26), (3, 28), (0, 1)])
 @pytest.mark.usefixtures("megatron_on_cpu")
-def test_megatron_vocab_parallel_is_the_plain_softmax(padding):
+def test_megatron_vocab_parallel_is_the_plain_softmax(padding, chunk, monkeypatch):
     """One rank's columns are the whole vocabulary: values and gradients equal the plain ones, padding has no part."""
+    monkeypatch.setattr(vocab, "CHUNK_ELEMENTS", chunk)
     torch.manual_seed(0)
     logits = torch.randn(5, 11, dtype=torch.float32) * 5
     labels = torch.tensor([0, 10, 3, 3, 7])

@@ -83,6 +83,7 @@ class MegatronEngine(ConfiguredEngine[MegatronConfig]):
             tp=config.tensor_model_parallel_size,
             cp=config.context_parallel_size,
             sequence_parallel=config.sequence_parallel,
+            fused=self._head == "lm" and model.use_fused_kernels and config.tensor_model_parallel_size == 1,
         )
         self._params_away, self._optimizer_away = HostCopies(), HostCopies()
         self._gradients: GradientBuffers | None = None

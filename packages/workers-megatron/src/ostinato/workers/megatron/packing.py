@@ -12,7 +12,13 @@ from typing import Any, Literal
 
 import torch
 
-from ostinato.algos import token_log_probs, token_log_probs_and_entropy, token_sum_pi_squared
+from ostinato.algos import (
+    token_log_probs,
+    token_log_probs_and_entropy,
+    token_log_probs_and_entropy_from_hidden,
+    token_log_probs_from_hidden,
+    token_sum_pi_squared,
+)
 from ostinato.workers.core.engine import Head, TokenOutputs
 from ostinato.workers.core.microbatch import PackedRows
 from ostinato.workers.megatron.parallel import import_megatron
@@ -20,6 +26,9 @@ from ostinato.workers.megatron.vocab import vocab_parallel_outputs
 
 Rows = Literal["thd", "kernel", "mask", "padded"]
 """How rows lie before the attention; the last one is a padded batch."""
+
+_GPU_CHUNK_ELEMENTS = 1 << 26
+"""Logits of a chunk on a GPU, of which none are kept: 256 MiB in float32. On the host a quarter of it."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +42,8 @@ class Layout:
         tp: tensor-parallel size.
         cp: context-parallel size.
         sequence_parallel: whether hidden states come dealt over the tensor-parallel ranks.
+        fused: whether log-probabilities are taken from the hidden states in chunks, so that logits never exist; only
+            where one rank has the whole vocabulary.
     """
 
     head: Head
@@ -41,6 +52,7 @@ class Layout:
     tp: int
     cp: int
     sequence_parallel: bool
+    fused: bool = False
 
     @property
     def multiple(self) -> int:
@@ -189,16 +201,30 @@ class OutputReader:
     Args:
         layout: of the micro-batch.
         inputs: of the micro-batch.
+        packed: the micro-batch.
+        entropy: whether `layout.fused` answers with the entropy too.
+        sum_pi_squared: whether it answers with Σπ² too, without a gradient.
     """
 
-    def __init__(self, layout: Layout, inputs: Inputs) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        inputs: Inputs,
+        packed: PackedRows,
+        *,
+        entropy: bool = False,
+        sum_pi_squared: bool = False,
+    ) -> None:
         self.layout = layout
         self.inputs = inputs
+        self.packed = packed
+        self.entropy = entropy
+        self.sum_pi_squared = sum_pi_squared
 
     def __call__(
         self, *, hidden_states: torch.Tensor, output_layer: Any, output_weight: torch.Tensor | None, **_: Any
     ) -> torch.Tensor:
-        """Logits (N, V_local) or values (N, 1) from hidden states (S, b, H)."""
+        """What `token_outputs` reads, (N, ·), from hidden states (S, b, H): logits, values, or answers."""
         layout = self.layout
         if layout.sequence_parallel:
             # What follows is the same on every rank of the group, or sums its own gradient over it.
@@ -209,8 +235,24 @@ class OutputReader:
         if layout.cp > 1:
             flat = gather_context(flat, self.inputs, layout)
         chosen = flat[self.inputs.predict]
-        logits = output_layer(chosen[:, None], weight=output_weight)[0][:, 0]
-        return _EqualShare.apply(logits, layout.cp) if layout.cp > 1 else logits
+        if layout.fused:
+            out = self._answers(chosen, output_layer.weight if output_weight is None else output_weight)
+        else:
+            out = output_layer(chosen[:, None], weight=output_weight)[0][:, 0]
+        return _EqualShare.apply(out, layout.cp) if layout.cp > 1 else out
+
+    def _answers(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Log-probabilities, then entropies and Σπ² where they are wanted, (N, k) float32."""
+        elements = _GPU_CHUNK_ELEMENTS if weight.is_cuda else _GPU_CHUNK_ELEMENTS // 4
+        rows, packed = max(elements // weight.shape[0], 1), self.packed
+        read = token_log_probs_and_entropy_from_hidden if self.entropy else token_log_probs_from_hidden
+        answers: Any = read(hidden, weight, packed.labels, packed.temperature, chunk_size=rows)
+        answers = [*answers] if self.entropy else [answers]
+        if self.sum_pi_squared:
+            with torch.no_grad():
+                parts = [token_sum_pi_squared(part @ weight.T, packed.temperature) for part in hidden.split(rows)]
+            answers.append(torch.cat(parts))
+        return torch.stack(answers, dim=1).float()
 
 
 def gather_context(local: torch.Tensor, inputs: Inputs, layout: Layout) -> torch.Tensor:
@@ -257,19 +299,27 @@ class _GatherSlices(torch.autograd.Function):
 
 
 def token_outputs(
-    logits: torch.Tensor, packed: PackedRows, layout: Layout, *, entropy: bool, sum_pi_squared: bool
+    out: torch.Tensor, packed: PackedRows, layout: Layout, *, entropy: bool, sum_pi_squared: bool
 ) -> TokenOutputs:
     """What the model says at the N positions, float32, the same on every tensor-parallel rank.
 
     Args:
-        logits: (N, V_local) this rank's columns, or (N, 1) values.
+        out: of `OutputReader`: logits (N, V_local) of this rank's columns, values (N, 1), or answers.
         packed: the micro-batch.
         layout: how it was run.
         entropy: whether to compute the entropy too ("lm" only).
         sum_pi_squared: whether to compute Σπ² too, without a gradient ("lm" only).
     """
     if layout.head == "value":
-        return TokenOutputs(values=logits[:, 0].float())
+        return TokenOutputs(values=out[:, 0].float())
+    if layout.fused:
+        answers = iter(out.unbind(1))
+        return TokenOutputs(
+            log_probs=next(answers),
+            entropy=next(answers) if entropy else None,
+            sum_pi_squared=next(answers) if sum_pi_squared else None,
+        )
+    logits = out
     if layout.tp > 1:
         state = import_megatron("parallel_state")
         log_probs, entropies, squares = vocab_parallel_outputs(

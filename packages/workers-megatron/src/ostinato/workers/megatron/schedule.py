@@ -54,8 +54,8 @@ def run(
     rows = _padded_count(built, micro_batches)
     collected: list[T] = []
 
-    def read(packed: PackedRows, logits: torch.Tensor, non_loss_data: bool = False) -> Any:
-        outputs = token_outputs(logits, packed, layout, entropy=entropy, sum_pi_squared=sum_pi_squared)
+    def read(packed: PackedRows, out: torch.Tensor, non_loss_data: bool = False) -> Any:
+        outputs = token_outputs(out, packed, layout, entropy=entropy, sum_pi_squared=sum_pi_squared)
         result = fn(outputs, packed)
         if not backward:
             collected.append(result)  # pyright: ignore[reportArgumentType]
@@ -63,8 +63,8 @@ def run(
         loss, extra = result  # pyright: ignore[reportGeneralTypeIssues]
         collected.append(extra)
         # Reaches every parameter before it, also where the loss reads nothing of this micro-batch.
-        total = loss.float() + logits[:0].float().sum()
-        return total, torch.zeros((), dtype=torch.int, device=logits.device), extra
+        total = loss.float() + out[:0].float().sum()
+        return total, torch.zeros((), dtype=torch.int, device=out.device), extra
 
     def step(batches: Iterator[PackedRows], chunk: Any) -> tuple[torch.Tensor, Any]:
         packed = next(batches)
@@ -72,7 +72,8 @@ def run(
         module = bare(chunk)
         module.rotary_pos_emb.position_ids = inputs.rotary
         options: dict[str, Any] = {"fp32_output": False} if built.transformer.bf16 else {}
-        output = chunk(**inputs.arguments, output_processor=OutputReader(layout, inputs), **options)
+        reader = OutputReader(layout, inputs, packed, entropy=entropy, sum_pi_squared=sum_pi_squared)
+        output = chunk(**inputs.arguments, output_processor=reader, **options)
         return output, partial(read, packed)
 
     batches = [iter(rows) for _ in built.chunks]

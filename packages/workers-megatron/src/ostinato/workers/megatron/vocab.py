@@ -5,10 +5,14 @@ No rank ever sees the others' logits: each adds up its own part of the softmax, 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+CHUNK_ELEMENTS = 1 << 26
+"""Logits that are widened to float32 at a time: 256 MiB."""
 
 
 def vocab_parallel_outputs(
@@ -49,7 +53,7 @@ def vocab_parallel_outputs(
 
 
 class _VocabParallel(torch.autograd.Function):
-    """The three quantities and the gradients of the first two.
+    """The three quantities and the gradients of the first two, in chunks of positions; logits are kept as they came.
 
     ∂ log_probs / ∂ logits = (1[label] − p) / T;  ∂ entropy / ∂ logits = −p·(z − log Z + entropy) / T.
     """
@@ -66,40 +70,53 @@ class _VocabParallel(torch.autograd.Function):
         entropy: bool,
         sum_pi_squared: bool,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        scaled = logits.float() / temperature
-        columns = scaled.shape[1] - min(padding, scaled.shape[1])
-        scaled[:, columns:] = float("-inf")
-        largest = scaled.new_full((scaled.shape[0],), float("-inf")) if columns == 0 else scaled.amax(dim=1)
+        columns = logits.shape[1] - min(padding, logits.shape[1])
+        kept = logits[:, :columns]
+        if columns:
+            largest = kept.amax(dim=1).float() / temperature
+        else:
+            largest = logits.new_full((logits.shape[0],), float("-inf"), dtype=torch.float32)
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-        shifted = scaled.sub_(largest[:, None])
-        exp = shifted.exp()
         local = labels - first
         mine = (local >= 0) & (local < columns)
         index = torch.where(mine, local, 0)
-        chosen = shifted.gather(1, index[:, None])[:, 0]
         # What is exchanged in one sum: Σexp, the label's logit, Σexp·z, Σexp².
-        own = [exp.sum(1), torch.where(mine, chosen, 0.0)]
-        own.append((exp[:, :columns] * shifted[:, :columns]).sum(1) if entropy else torch.zeros_like(largest))
-        own.append(exp.square().sum(1) if sum_pi_squared else torch.zeros_like(largest))
-        total = torch.stack(own)
+        total = largest.new_zeros(4, logits.shape[0])
+        for part in _chunks(logits) if columns else ():
+            shifted = (kept[part].float() / temperature).sub_(largest[part, None])
+            total[1, part] = torch.where(mine[part], shifted.gather(1, index[part, None])[:, 0], 0.0)
+            exp = shifted.exp()
+            total[0, part] = exp.sum(1)
+            if entropy:
+                total[2, part] = shifted.mul_(exp).sum(1)
+            if sum_pi_squared:
+                total[3, part] = exp.square_().sum(1)
         dist.all_reduce(total, group=group)
         log_z = total[0].log()
         entropies = log_z - total[2] / total[0]
-        ctx.save_for_backward(shifted, log_z, entropies, index, mine)
-        ctx.temperature, ctx.columns, ctx.dtype, ctx.entropy = temperature, columns, logits.dtype, entropy
+        ctx.save_for_backward(logits, largest + log_z, entropies, index, mine)
+        ctx.temperature, ctx.columns, ctx.entropy = temperature, columns, entropy
         ctx.set_materialize_grads(False)
         return total[1] - log_z, entropies, total[3] / total[0].square()
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        shifted, log_z, entropies, index, mine = ctx.saved_tensors
-        log_p = shifted - log_z[:, None]
-        p = log_p.exp()
-        grad = torch.zeros_like(p)
-        if grads[0] is not None:
-            grad -= p * grads[0][:, None]
-            grad.scatter_add_(1, index[:, None], torch.where(mine, grads[0], 0.0)[:, None])
-        if ctx.entropy and grads[1] is not None:
-            kept = slice(0, ctx.columns)
-            grad[:, kept] -= p[:, kept] * (log_p[:, kept] + entropies[:, None]) * grads[1][:, None]
-        return (grad / ctx.temperature).to(ctx.dtype), None, None, None, None, None, None, None
+        logits, log_z, entropies, index, mine = ctx.saved_tensors
+        columns = slice(0, ctx.columns)
+        gradient = torch.zeros_like(logits)
+        for part in _chunks(logits) if ctx.columns else ():
+            log_p = (logits[part, columns].float() / ctx.temperature).sub_(log_z[part, None])
+            p = log_p.exp()
+            dz = torch.zeros_like(p) if grads[0] is None else p * -grads[0][part, None]
+            if grads[0] is not None:
+                dz.scatter_add_(1, index[part, None], torch.where(mine[part], grads[0][part], 0.0)[:, None])
+            if ctx.entropy and grads[1] is not None:
+                dz -= log_p.add_(entropies[part, None]).mul_(p).mul_(grads[1][part, None])
+            gradient[part, columns] = (dz / ctx.temperature).to(gradient.dtype)
+        return gradient, None, None, None, None, None, None, None
+
+
+def _chunks(logits: torch.Tensor) -> Iterator[slice]:
+    rows = max(CHUNK_ELEMENTS // logits.shape[1], 1)
+    for start in range(0, logits.shape[0], rows):
+        yield slice(start, start + rows)

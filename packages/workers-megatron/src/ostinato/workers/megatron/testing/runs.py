@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
+from ostinato.algos import token_log_probs
 from ostinato.protocol import DataProto
 from ostinato.rollout import RolloutConfig, SamplingParams
 from ostinato.rollout.base import Rollout
@@ -36,7 +37,7 @@ from ostinato.workers.core.testing.oracle import (
 from ostinato.workers.megatron import parallel
 from ostinato.workers.megatron.config import MegatronConfig
 from ostinato.workers.megatron.engine import MegatronEngine
-from ostinato.workers.megatron.packing import Layout, OutputReader, model_inputs
+from ostinato.workers.megatron.packing import Layout, OutputReader, model_inputs, token_outputs
 from ostinato.workers.megatron.saved import SavedWeights
 from ostinato.workers.megatron.testing.models import tiny_mixture, tiny_qwen3
 
@@ -158,29 +159,30 @@ def check_context() -> None:
     config = MegatronConfig(context_parallel_size=dist.get_world_size())
     parallel.shutdown()
     parallel.initialize(config, torch.device("cpu"))
-    layout = Layout("lm", VOCAB, "thd", tp=1, cp=dist.get_world_size(), sequence_parallel=False)
     packed = pack(make_rows(5, seed=51), temperature=TEMPERATURE)
     generator = torch.Generator().manual_seed(1)
     embedding, output = (torch.randn(VOCAB, 8, generator=generator).requires_grad_() for _ in range(2))
 
-    def loss(hidden: torch.Tensor, read: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        return torch.log_softmax(read(hidden), dim=-1).gather(1, packed.labels[:, None]).square().sum()
+    def linear(hidden: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return functional.linear(hidden, weight), None
 
-    inputs = model_inputs(packed, layout)
-    reader = OutputReader(layout, inputs)
-
-    def linear(hidden: torch.Tensor, weight: Any = None) -> tuple[torch.Tensor, None]:
-        return functional.linear(hidden, output), None
-
-    local = functional.embedding(inputs.arguments["input_ids"][0], embedding)[:, None]
-    shared = loss(local, lambda x: reader(hidden_states=x, output_layer=linear, output_weight=None))
-    got = torch.autograd.grad(shared, (embedding, output))
-    whole = loss(functional.embedding(packed.input_ids, embedding), lambda x: linear(x[packed.predict])[0])
+    hidden = functional.embedding(packed.input_ids, embedding)[packed.predict]
+    whole = token_log_probs(hidden @ output.T, packed.labels, TEMPERATURE).square().sum()
     expected = torch.autograd.grad(whole, (embedding, output))
-    torch.testing.assert_close(shared, whole)
-    for mine, alone in zip(got, expected, strict=True):
-        dist.all_reduce(mine)
-        torch.testing.assert_close(mine, alone)
+    for fused in (False, True):
+        size = dist.get_world_size()
+        layout = Layout("lm", VOCAB, "thd", tp=1, cp=size, sequence_parallel=False, fused=fused)
+        inputs = model_inputs(packed, layout)
+        local = functional.embedding(inputs.arguments["input_ids"][0], embedding)[:, None]
+        read = OutputReader(layout, inputs, packed)
+        out = read(hidden_states=local, output_layer=linear, output_weight=output)
+        log_probs = token_outputs(out, packed, layout, entropy=False, sum_pi_squared=False).log_probs
+        assert log_probs is not None
+        shared = log_probs.square().sum()
+        torch.testing.assert_close(shared, whole)
+        for mine, alone in zip(torch.autograd.grad(shared, (embedding, output)), expected, strict=True):
+            dist.all_reduce(mine)
+            torch.testing.assert_close(mine, alone)
     parallel.shutdown()
 
 
