@@ -158,7 +158,7 @@ def test_save_in_the_background_that_loses_a_rank_says_so_and_leaves_the_earlier
     with pytest.raises(SpawnError, match=rf"rank 1 \(exit status {-signal.SIGKILL}\)"):
         spawn(two_ranks_lose_one, 2, tmp_path)
     seen = (tmp_path / "seen.txt").read_text()
-    assert seen.startswith(f"checkpoint {tmp_path / 'torn'} cannot be written: ")
+    assert seen.startswith(f"checkpoint {tmp_path / 'torn'} cannot be written: rank 0: RuntimeError: ")
     assert "the checkpoint before this one stays in force" in seen
     assert "start the run again" in seen
     driver = start(fsdp(), workspace / "lm")

@@ -207,6 +207,7 @@ def named_failure(what: str, kind: type[OSError], *others: type[Exception], advi
     Raises:
         OSError: a `kind`, from the failure.
     """
+    import torch.distributed as dist
     from torch.distributed.checkpoint.api import CheckpointException
 
     end = f". {advice}" if advice else ""
@@ -219,7 +220,8 @@ def named_failure(what: str, kind: type[OSError], *others: type[Exception], advi
         failures = [f"rank {rank}: {type(cause).__name__}: {cause}" for rank, (cause, _) in error.failures.items()]
         raise kind(f"{what}: {'; '.join(failures)}{end}") from error
     except (OSError, RuntimeError, *others) as error:
-        raise kind(f"{what}: {type(error).__name__}: {error}{end}") from error
+        where = f"rank {dist.get_rank()}: " if dist.is_initialized() else ""
+        raise kind(f"{what}: {where}{type(error).__name__}: {error}{end}") from error
 
 
 @dataclass(frozen=True)
