@@ -144,7 +144,7 @@ def twins(options: argparse.Namespace) -> Iterator[Part]:
     shared = [
         "algorithm.adv_estimator=grpo", f"{rollout}.n=8", f"{actor}.use_kl_loss=True", f"{actor}.kl_loss_coef=0.001",
         f"{rollout}.gpu_memory_utilization=0.2", f"{actor}.optim.lr=1e-5", "data.max_response_length=256",
-        "trainer.resume_mode=disable", *custom_reward(options),
+        f"{rollout}.check_weights=True", "trainer.resume_mode=disable", *custom_reward(options),
     ]  # fmt: skip
     for strategy, engine in (("fsdp", "vllm"), ("megatron", "vllm"), ("megatron", "sglang")):
         name = f"twin-{strategy}-{engine}"

@@ -11,6 +11,7 @@ from ostinato.protocol import DataProto
 from ostinato.protocol.columns import COLUMNS
 from ostinato.protocol.errors import MissingColumnError
 from ostinato.rollout import RolloutConfig
+from ostinato.rollout.errors import WeightMismatchError
 from ostinato.workers.core import (
     ActorConfig,
     ActorRolloutRefConfig,
@@ -74,6 +75,16 @@ def estimated(batch: DataProto) -> DataProto:
     mask = batch.batch["response_mask"]
     generator = torch.Generator().manual_seed(0)
     return batch.union(DataProto.from_dict({"advantages": torch.randn(mask.shape, generator=generator) * mask}))
+
+
+def test_weights_that_an_engine_changes_are_found_where_that_is_asked_for(lm_path, monkeypatch):
+    config = policy(lm_path, rollout=replace(ROLLOUT, check_weights=True))
+    worker = worker_of(config, "actor_rollout_ref")
+    assert len(worker.generate_sequences(prompts(global_step=1))) == 4
+    held = type(worker._rollout).checksums
+    monkeypatch.setattr(type(worker._rollout), "checksums", lambda self: {name: 0 for name in held(self)})
+    with pytest.raises(WeightMismatchError, match="differ between training and rollout"):
+        worker.generate_sequences(prompts(global_step=1))
 
 
 def test_actor_one_whole_step(lm_path, backend):

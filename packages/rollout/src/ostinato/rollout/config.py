@@ -169,6 +169,8 @@ class RolloutConfig:
         max_model_len: most tokens of prompt and response together; None is the sum of both lengths.
         load_format: "dummy" builds the engine without reading weights, which come from the training engine.
         update_weights_bucket_megabytes: size of the buckets that weights travel in.
+        check_weights: after every sync compare a checksum of each weight in training and in the engine; for finding out
+            whether an engine's loader changes weights, as it takes longer than the sync.
         log_prob_micro_batch_size_per_gpu: rows in one forward pass for log-probabilities; setting it switches dynamic
             micro-batches off.
         log_prob_use_dynamic_bsz: micro-batches under a token budget; None: on unless an explicit size is given.
@@ -196,6 +198,7 @@ class RolloutConfig:
     max_model_len: int | None = None
     load_format: str = "dummy"
     update_weights_bucket_megabytes: int = 512
+    check_weights: bool = False
     log_prob_micro_batch_size_per_gpu: int | None = None
     log_prob_use_dynamic_bsz: bool | None = None
     log_prob_max_token_len_per_gpu: int = 16384
@@ -207,7 +210,7 @@ class RolloutConfig:
         find_backend(self.name)
         self._check_sampling()
         self._check_sizes()
-        for key in ("do_sample", "ignore_eos", "enforce_eager", "free_cache_engine"):
+        for key in ("do_sample", "ignore_eos", "enforce_eager", "free_cache_engine", "check_weights"):
             _check_bool(f"{PREFIX}.{key}", getattr(self, key))
         if self.log_prob_use_dynamic_bsz is not None:
             _check_bool(f"{PREFIX}.log_prob_use_dynamic_bsz", self.log_prob_use_dynamic_bsz)

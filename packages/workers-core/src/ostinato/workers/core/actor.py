@@ -106,9 +106,15 @@ class ActorRolloutRefWorker(SavedWorker):
         began = time.perf_counter()
         # The source streams from where the parameters lie, so offloaded ones never share the device with the engine's.
         source = self._actor.engine.weight_source()
-        megabytes = self.config.rollout.update_weights_bucket_megabytes
         memory = MemoryTimeline(self._actor.engine.device)
-        with reshard(source, rollout, park=self._actor.park, bucket_megabytes=megabytes, observe=memory.mark):
+        with reshard(
+            source,
+            rollout,
+            park=self._actor.park,
+            bucket_megabytes=self.config.rollout.update_weights_bucket_megabytes,
+            check=self.config.rollout.check_weights,
+            observe=memory.mark,
+        ):
             seconds = time.perf_counter() - began
             generated = rollout.generate(prompts, sampling)
         own = {"timing_s/update_weights": Metric.max(seconds), **memory.metrics()}
