@@ -31,8 +31,8 @@ def test_config_keys_are_the_known_set():
         "name", "n", "temperature", "top_p", "top_k", "min_p", "do_sample", "prompt_length", "response_length",
         "tensor_model_parallel_size", "gpu_memory_utilization", "dtype", "seed", "ignore_eos", "enforce_eager",
         "free_cache_engine", "max_num_seqs", "max_num_batched_tokens", "max_model_len", "load_format",
-        "update_weights_bucket_megabytes", "log_prob_micro_batch_size_per_gpu", "log_prob_use_dynamic_bsz",
-        "log_prob_max_token_len_per_gpu", "val_kwargs",
+        "update_weights_bucket_megabytes", "check_weights", "log_prob_micro_batch_size_per_gpu",
+        "log_prob_use_dynamic_bsz", "log_prob_max_token_len_per_gpu", "val_kwargs",
     }  # fmt: skip
     assert {f.name for f in dataclasses.fields(ValidationConfig)} == {
         "temperature", "top_p", "top_k", "min_p", "n", "do_sample",

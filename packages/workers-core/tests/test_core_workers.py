@@ -82,7 +82,7 @@ def test_weights_that_an_engine_changes_are_found_where_that_is_asked_for(lm_pat
     worker = worker_of(config, "actor_rollout_ref")
     assert len(worker.generate_sequences(prompts(global_step=1))) == 4
     held = type(worker._rollout).checksums
-    monkeypatch.setattr(type(worker._rollout), "checksums", lambda self: {name: 0 for name in held(self)})
+    monkeypatch.setattr(type(worker._rollout), "checksums", lambda self: dict.fromkeys(held(self), 0))
     with pytest.raises(WeightMismatchError, match="differ between training and rollout"):
         worker.generate_sequences(prompts(global_step=1))
 
