@@ -129,7 +129,7 @@ def test_megatron_export_is_read_by_transformers(on_cpu, models, tmp_path):
 def test_megatron_runs_of_the_app(toy, tmp_path):
     """GRPO, and PPO with both roles: `strategy` is the one change, and step 1 is the FSDP engine's to 1e-3.
 
-    An export of PPO's checkpoint is what the run exported.
+    An export of PPO's checkpoint, written in the background, is what the run exported.
     """
     from ostinato.ppo.cli import main
     from ostinato.ppo.config import PpoConfig
@@ -140,6 +140,7 @@ def test_megatron_runs_of_the_app(toy, tmp_path):
     trial = {"actor_rollout_ref.actor.strategy": "megatron", "actor_rollout_ref.model.external_lib": "cpu_trial"}
     ppo = {"algorithm.adv_estimator": "gae", "critic.strategy": "megatron"}
     ppo |= {"trainer.save_freq": 2, "trainer.save_hf_model": True}
+    ppo |= {"actor_rollout_ref.actor.checkpoint.async_save": True, "critic.checkpoint.async_save": True}
     runs = {"fsdp": {}, "grpo": trial, "ppo": trial | ppo}
     try:
         for name, more in runs.items():
