@@ -94,6 +94,7 @@ def test_rays_lines_in_a_file_are_plain(terminal, monkeypatch):
     for name in (*names, "NO_COLOR", "FORCE_COLOR"):
         monkeypatch.setenv(name, "")  # so that what the run sets is taken back
         monkeypatch.delenv(name)
+    monkeypatch.setattr("ostinato.ppo.preflight_launch.check_launch", lambda config: None)
     monkeypatch.setattr(env, "ray_session", lambda **_: nullcontext())
     monkeypatch.setattr(driver, "run_on_cluster", lambda *_, **__: seen.update({n: os.environ.get(n) for n in names}))
     for name in ("stdout", "stderr"):
