@@ -83,8 +83,8 @@ FOLLOWS: dict[str, str] = {
 
 
 @dataclass(frozen=True)
-class ActorSection(ActorConfig):
-    """The actor's keys, and how its engine lays it out.
+class EngineLayouts:
+    """How a role's engine lays it out.
 
     Attributes:
         fsdp_config: layout, offload and number types of the FSDP engine.
@@ -96,36 +96,25 @@ class ActorSection(ActorConfig):
 
 
 @dataclass(frozen=True)
-class RefSection(RefConfig):
-    """The reference's keys, and how its engine lays it out.
-
-    Attributes:
-        fsdp_config: layout, offload and number types of the FSDP engine.
-        megatron: parallel sizes, offload and number types of the Megatron engine.
-    """
-
-    fsdp_config: FsdpConfig = field(default_factory=FsdpConfig)
-    megatron: MegatronConfig = field(default_factory=MegatronConfig)
+class ActorSection(EngineLayouts, ActorConfig):
+    """The actor's keys, and how its engine lays it out."""
 
 
 @dataclass(frozen=True)
-class CriticSection(CriticConfig):
-    """The critic's keys, and how its engine lays it out.
+class RefSection(EngineLayouts, RefConfig):
+    """The reference's keys, and how its engine lays it out."""
 
-    Attributes:
-        fsdp_config: layout, offload and number types of the FSDP engine.
-        megatron: parallel sizes, offload and number types of the Megatron engine.
-    """
 
-    fsdp_config: FsdpConfig = field(default_factory=FsdpConfig)
-    megatron: MegatronConfig = field(default_factory=MegatronConfig)
+@dataclass(frozen=True)
+class CriticSection(EngineLayouts, CriticConfig):
+    """The critic's keys, and how its engine lays it out."""
 
 
 Role = TypeVar("Role", ActorSection, CriticSection)
 
 
 @dataclass(frozen=True)
-class RewardModelSection(RewardModelConfig):
+class RewardModelSection(EngineLayouts, RewardModelConfig):
     """The reward model's keys, where it runs, and how its engine lays it out.
 
     Attributes:
@@ -133,16 +122,12 @@ class RewardModelSection(RewardModelConfig):
         enable_resource_pool: give it GPUs of its own instead of the actor's.
         n_gpus_per_node: GPUs a node of that pool; on a CPU, processes.
         nnodes: nodes of that pool.
-        fsdp_config: layout, offload and number types of the FSDP engine.
-        megatron: parallel sizes, offload and number types of the Megatron engine.
     """
 
     enable: bool = False
     enable_resource_pool: bool = False
     n_gpus_per_node: int = 1
     nnodes: int = 1
-    fsdp_config: FsdpConfig = field(default_factory=FsdpConfig)
-    megatron: MegatronConfig = field(default_factory=MegatronConfig)
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,12 @@ import math
 import os
 import sys
 from collections.abc import Mapping
-from types import TracebackType
-from typing import IO, Any, Self
+from typing import IO, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+from ostinato.ppo.closing import Closing
 
 Event = Mapping[str, Any]
 
@@ -78,7 +79,7 @@ def validation_lines(event: Event) -> list[str]:
     return [f"step {event['step']}  {name} {value:.4g}" for name, value in core.items()]
 
 
-class ConsoleView:
+class ConsoleView(Closing):
     """Draws a run from its events.
 
     Events have a `kind`: `start` (run, total_steps), `step` (step, total_steps, metrics), `validation` (step, metrics),
@@ -144,11 +145,3 @@ class ConsoleView:
         if self._progress is not None:
             self._progress.stop()
             self._progress = self._task = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()

@@ -13,10 +13,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from ostinato.controller.watch import Watch, watch
+from ostinato.ppo.closing import Closing
 from ostinato.ppo.console import ConsoleView
 from ostinato.ppo.loggers import CONSOLE, LOGGERS, SafeLogger, TrackingError, Value, check_installed, check_names
 from ostinato.ppo.metrics import timing_metrics
@@ -86,7 +86,7 @@ def guarded(emit: Callable[[Event], None]) -> Callable[[Event], None]:
     return send
 
 
-class Tracker:
+class Tracker(Closing):
     """Sends the values of each step to the loggers, and events to whoever shows the run.
 
     Args:
@@ -185,14 +185,6 @@ class Tracker:
     def _send(self, event: Event) -> None:
         if self._emit is not None:
             self._emit(event)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def _number(metric: Metric) -> float:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
 
 from ostinato.algos import place_outcome
+from ostinato.ppo.closing import Closing
 from ostinato.ppo.errors import RewardError
 from ostinato.ppo.rewards.errors import ScorerError
 from ostinato.ppo.rewards.pool import Outcome, ScorerPool
@@ -112,7 +112,7 @@ class ModelReward:
 
 
 @register_reward_manager("naive")
-class RewardFunction:
+class RewardFunction(Closing):
     """The score of a Python function, row by row: the scorer of the row's data source, or a user's own.
 
     Args:
@@ -248,14 +248,6 @@ class RewardFunction:
     def close(self) -> None:
         """End the scoring processes."""
         self.pool.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 @register_reward_manager("batch")

@@ -17,9 +17,9 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
-from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
+from ostinato.ppo.closing import Closing
 from ostinato.ppo.rewards.errors import RowFailedError, ScorerError
 from ostinato.ppo.rewards.process import ScorerProcess
 from ostinato.ppo.rewards.recipe import Recipe, Result, Row, RowBatch
@@ -49,7 +49,7 @@ class Outcome:
     parts: tuple[Outcome, ...] = ()
 
 
-class ScorerPool:
+class ScorerPool(Closing):
     """Processes that score rows.
 
     Args:
@@ -149,14 +149,6 @@ class ScorerPool:
     def close(self) -> None:
         """End the processes; the pool may be used again and would start new ones."""
         _close_all(self._processes, os.getpid())
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def _close_all(processes: list[ScorerProcess], owner: int) -> None:
