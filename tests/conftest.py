@@ -6,8 +6,10 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that tests start
+torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # and of this one, where a plugin has imported torch before
 
 
 @pytest.fixture(scope="session")
@@ -22,8 +24,10 @@ def toy(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def ray_session():
-    """One Ray for the whole session."""
+    """One Ray for the whole session; its processes find the modules beside this file, as this one does."""
     from ostinato.controller.ray import env
 
-    with env.ray_session() as session:
-        yield session
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
+        with env.ray_session() as session:
+            yield session

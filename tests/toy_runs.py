@@ -33,6 +33,20 @@ def toy_overrides(toy: Path, run: Path, **more: Any) -> dict[str, Any]:
     }
 
 
+def batches_seen(monkeypatch: Any) -> list[Any]:
+    """A list that fills with the batch of each step, with all its columns, as the loops of this process run."""
+    from ostinato.ppo import trainer
+
+    seen, original = [], trainer.batch_metrics
+
+    def spy(batch: Any, *args: Any, **kwargs: Any) -> Any:
+        seen.append(batch.get())
+        return original(batch, *args, **kwargs)
+
+    monkeypatch.setattr(trainer, "batch_metrics", spy)
+    return seen
+
+
 def nested(values: Mapping[str, Any]) -> dict[str, Any]:
     """Dotted keys as nested mappings."""
     out: dict[str, Any] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -26,7 +27,7 @@ LONG = {"trainer.total_training_steps": 1000, "trainer.save_freq": 1, "trainer.m
 class Program:
     """A run as a user starts it: a process group of its own, which is what a terminal's Ctrl-C goes to."""
 
-    def __init__(self, toy, folder, env=None, **more):
+    def __init__(self, toy, folder, **more):
         self.tag = uuid.uuid4().hex
         words = [sys.executable, "-m", "ostinato.ppo", *arguments(toy_overrides(toy, folder, **more))]
         self.process = subprocess.Popen(
@@ -36,7 +37,7 @@ class Program:
             text=True,
             start_new_session=True,
             preexec_fn=_heeds_ctrl_c,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "OSTINATO_TEST_RUN": self.tag, **(env or {})},
+            env={**os.environ, "OMP_NUM_THREADS": "1", "OSTINATO_TEST_RUN": self.tag},
         )
         self.out: list[str] = []
         self.err: list[str] = []
@@ -160,25 +161,14 @@ def test_death_of_a_worker_names_it_and_the_checkpoint(toy, tmp_path):
     assert program.left_behind() == []
 
 
-BAD_LOSS = """
-from ostinato.algos import register_policy_loss
-
-@register_policy_loss("of_mine")
-def of_mine(log_probs, old_log_probs, advantages, response_mask, *, weights=None):
-    return {}["of mine"]
-"""
-
-
-def test_users_code_that_raises_in_a_worker_shows_the_workers_traceback(toy, tmp_path):
+def test_users_code_that_raises_in_a_worker_shows_the_workers_traceback(toy, tmp_path, ray_session, capsys):
     """Through the driver actor: the traceback on the worker, its place, and no frame of the program itself."""
-    (tmp_path / "ostinato_test_of_mine.py").write_text(BAD_LOSS)
-    options = {
-        "actor_rollout_ref.model.external_lib": "ostinato_test_of_mine",
+    changes = {
+        "actor_rollout_ref.model.external_lib": "bad_loss",
         "actor_rollout_ref.actor.policy_loss.loss_mode": "of_mine",
     }
-    program = Program(toy, tmp_path / "run", env={"PYTHONPATH": str(tmp_path)}, **options)
-    code, text = program.ends(180)
-    assert code == 1
+    assert cli.main(arguments(toy_overrides(toy, tmp_path / "run", **changes))) == 1
+    text = capsys.readouterr().err
     assert 'in of_mine\n    return {}["of mine"]' in text
     assert "ostinato/ppo/" not in text
     assert re.search(
@@ -187,12 +177,14 @@ def test_users_code_that_raises_in_a_worker_shows_the_workers_traceback(toy, tmp
 
 
 def test_refusals_keep_their_text_on_the_way_from_the_driver_actor(toy, tmp_path, ray_session, capsys):
-    model = shutil.copytree(toy / "model", tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
+    model = shutil.copytree(toy / "model", tmp_path / "model")
+    settings = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**settings, "num_hidden_layers": settings["num_hidden_layers"] + 1}))
     changes = {"actor_rollout_ref.model.path": model}
     assert cli.main(arguments(toy_overrides(toy, tmp_path / "run", **changes))) == 1
     text = capsys.readouterr().err
     assert f"ostinato-ppo: model.path {model}: " in text
-    assert "no file named model.safetensors" in text
+    assert "weights are missing from the folder" in text
     assert "\nraised by role 'actor', rank 0 on node " in text
     many = {
         "trainer.n_gpus_per_node": 64,

@@ -6,10 +6,9 @@ import hashlib
 
 import numpy as np
 import pytest
-from toy_runs import metrics_of, nested, toy_overrides, untimed
+from toy_runs import batches_seen, metrics_of, nested, toy_overrides, untimed
 
 from ostinato.ppo import run as run_module
-from ostinato.ppo import trainer as trainer_module
 from ostinato.ppo.config import PpoConfig
 
 pytestmark = pytest.mark.e2e
@@ -29,14 +28,7 @@ CLOSE = ["rollout_log_probs", "old_log_probs", "ref_log_prob", "values", "advant
 
 def first_step(monkeypatch, toy, folder, **more):
     """Run two steps; return the first step's columns in rollout order, and the metrics."""
-    seen = []
-    original = trainer_module.batch_metrics
-
-    def spy(batch, *args, **kwargs):
-        seen.append(batch.get())
-        return original(batch, *args, **kwargs)
-
-    monkeypatch.setattr(trainer_module, "batch_metrics", spy)
+    seen = batches_seen(monkeypatch)
     config = PpoConfig.from_mapping(nested(toy_overrides(toy, folder, **more)))
     run_module.train(config, emit=lambda event: None)
     batch = seen[0]

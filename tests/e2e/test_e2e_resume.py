@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 import signal
 import subprocess
 import sys
@@ -26,7 +25,7 @@ from ostinato.ppo.run_folder import complete_steps
 pytestmark = pytest.mark.e2e
 
 
-def start(toy, folder, **more):
+def command(toy, folder, **more):
     options = {
         "algorithm.adv_estimator": "gae",
         "trainer.backend": "local",
@@ -35,8 +34,7 @@ def start(toy, folder, **more):
         "trainer.save_hf_model": True,
         **more,
     }
-    words = [sys.executable, "-m", "ostinato.ppo", *arguments(toy_overrides(toy, folder, **options))]
-    return subprocess.Popen(words, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    return arguments(toy_overrides(toy, folder, **options))
 
 
 def wait_for(condition, process, seconds=240):
@@ -55,7 +53,7 @@ def lines(folder):
 def whole(toy, tmp_path_factory):
     """A run that nothing disturbed."""
     folder = tmp_path_factory.mktemp("whole")
-    assert start(toy, folder).wait(300) == 0
+    assert main(command(toy, folder)) == 0
     return folder
 
 
@@ -63,11 +61,12 @@ def test_resume_after_kill_gives_the_same_metrics_and_weights(toy, whole, tmp_pa
     """Killed the moment its checkpoint is in force, which was written while training went on; no line is lost."""
     broken = tmp_path / "broken"
     background = {f"{role}.checkpoint.async_save": True for role in ("actor_rollout_ref.actor", "critic")}
-    process = start(toy, broken, **background)
+    words = command(toy, broken, **background)
+    process = subprocess.Popen([sys.executable, "-m", "ostinato.ppo", *words])
     wait_for((broken / "global_step_3" / "COMPLETE").exists, process)
     process.send_signal(signal.SIGKILL)
     process.wait(30)
-    assert start(toy, broken, **background).wait(300) == 0
+    assert main(words) == 0
     expected = {line["training/global_step"]: untimed(line) for line in lines(whole)}
     found = {line["training/global_step"]: untimed(line) for line in lines(broken)}
     assert sorted(expected) == [1, 2, 3, 4, 5, 6]
@@ -99,10 +98,11 @@ def test_export_of_a_checkpoint_is_what_the_run_exported(whole, tmp_path):
     assert AutoTokenizer.from_pretrained(tmp_path / "critic").vocab_size > 0
 
 
-def test_resume_at_the_budget_trains_no_more(toy, whole):
+def test_resume_at_the_budget_trains_no_more(toy, whole, capsys):
     """H-63: a checkpoint at the step budget: no update, a clean exit."""
     before = lines(whole)
-    assert start(toy, whole).wait(300) == 0
+    assert main(command(toy, whole)) == 0
+    assert "nothing to do: the checkpoint " in capsys.readouterr().out
     assert lines(whole) == before
 
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from toy_runs import metrics_of, nested, toy_overrides
+from toy_runs import batches_seen, metrics_of, nested, toy_overrides
 
 from ostinato.ppo import run as run_module
-from ostinato.ppo import trainer as trainer_module
 from ostinato.ppo.config import PpoConfig
 from ostinato.ppo.preflight import check
 from ostinato.workers.core.errors import ModelMismatchError
@@ -46,14 +45,7 @@ def train(toy, folder, models, **more):
 
 
 def test_reward_model_scores_the_last_token_wherever_it_runs(toy, tmp_path, models, ray_session, monkeypatch):
-    seen = []
-    original = trainer_module.batch_metrics
-
-    def spy(batch, *args, **kwargs):
-        seen.append(batch.get())
-        return original(batch, *args, **kwargs)
-
-    monkeypatch.setattr(trainer_module, "batch_metrics", spy)
+    seen = batches_seen(monkeypatch)
     here = train(toy, tmp_path / "local", models, **{"trainer.backend": "local"})
     check_scores(seen[0], models / "reward")
     assert [line["training/global_step"] for line in here] == [1, 2]

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import shutil
-import subprocess
-import sys
 
 import pytest
 import torch
 from toy_runs import arguments, metrics_of, toy_overrides
 from transformers import AutoConfig, AutoModelForCausalLM
+
+from ostinato.ppo.cli import main
 
 pytestmark = [
     pytest.mark.e2e,
@@ -30,21 +29,12 @@ def model(toy, tmp_path_factory):
 
 
 def run(toy, model, folder, **more) -> list[dict]:
-    """Two steps of the command, on Ray; returns its metrics."""
-    words = arguments(toy_overrides(toy, folder, **{"actor_rollout_ref.model.path": str(model), **more}))
-    done = subprocess.run(
-        [sys.executable, "-m", "ostinato.ppo", *words],
-        cwd=folder.parent,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    """Two steps of the command; returns its metrics."""
+    assert main(arguments(toy_overrides(toy, folder, **{"actor_rollout_ref.model.path": str(model), **more}))) == 0
     return metrics_of(folder)
 
 
-def test_rollout_name_vllm_is_the_whole_change(toy, model, tmp_path):
+def test_rollout_name_vllm_is_the_whole_change(toy, model, tmp_path, ray_session):
     """Its samples are the trained policy's at every step, so the weights have arrived; all else is logged alike."""
     lines = run(toy, model, tmp_path / "vllm", **{"actor_rollout_ref.rollout.name": "vllm"})
     assert [line["training/global_step"] for line in lines] == [1, 2]
