@@ -127,6 +127,9 @@ def test_signals_during_a_step_on_ray_leave_no_process(toy, tmp_path, number):
     assert ("interrupted" if number == signal.SIGINT else "terminated (SIGTERM)") in text
     assert in_force(text) == newest_step(tmp_path)
     assert "Traceback" not in text
+    printed = "".join(program.out) + text
+    assert "(_Driver pid=" in printed  # a line that Ray brought, and coloured if it were let
+    assert "\x1b" not in printed
     assert program.left_behind() == []
 
 
