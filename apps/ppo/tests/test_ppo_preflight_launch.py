@@ -68,6 +68,28 @@ def test_ppo_preflight_launch_refuses_an_adapter_without_peft(with_weights, monk
 
 
 @pytest.mark.parametrize("role", ["actor_rollout_ref", "critic", "reward_model"])
+def test_ppo_preflight_launch_refuses_liger_on_a_cpu_and_where_it_is_not_installed(
+    role, with_weights, tmp_path, monkeypatch
+):
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr("ostinato.ppo.preflight_launch.find_spec", lambda module: object())
+    paths = {f"{name}.model.path": str(tmp_path / "model") for name in ("actor_rollout_ref", "critic", "reward_model")}
+    roles = {"algorithm.adv_estimator": "gae", "reward_model.enable": True, **paths}
+
+    def asked(device: str):
+        return with_weights(**roles, **{f"{role}.model.use_liger": True, "trainer.device": device})
+
+    check_launch(asked("cuda"))
+    with pytest.raises(LaunchError, match=rf"{role}\.model\.use_liger: .* run on GPUs, .* on a CPU\. Set it to False"):
+        check_launch(asked("cpu"))
+    monkeypatch.setattr("ostinato.ppo.preflight_launch.find_spec", lambda module: None)
+    with pytest.raises(LaunchError, match=rf"{role}\.model\.use_liger: .*pip install 'ostinato-ppo\[liger\]'"):
+        check_launch(asked("cuda"))
+
+
+@pytest.mark.parametrize("role", ["actor_rollout_ref", "critic", "reward_model"])
 def test_ppo_preflight_launch_refuses_a_model_without_weights(role, with_weights, tmp_path, monkeypatch):
     """The static checks warn: a run may be checked where its weights are not; a format that does not load is none."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)

@@ -67,9 +67,21 @@ def _missing_software(config: PpoConfig) -> Iterator[str]:
             find()
         except (RolloutError, TrackingError) as error:
             yield str(error)
+    yield from _missing_liger(config)
     adapts = config.actor_rollout_ref.model.lora_rank or (config.needs_critic and config.critic.model.lora_rank)
     if adapts and find_spec("peft") is None:
         yield "model.lora_rank: adapters need peft, which is missing: pip install 'ostinato-workers-fsdp[lora]'"
+
+
+def _missing_liger(config: PpoConfig) -> Iterator[str]:
+    for role, model in _models(config):
+        if model.use_liger and config.trainer.device == "cpu":
+            yield f"{role}.model.use_liger: Liger's kernels run on GPUs, and this run is on a CPU. Set it to False"
+        elif model.use_liger and find_spec("liger_kernel") is None:
+            yield (
+                f"{role}.model.use_liger: needs liger-kernel, which is missing: pip install 'ostinato-ppo[liger]', "
+                "or set it to False"
+            )
 
 
 def _models(config: PpoConfig) -> Iterator[tuple[str, ModelConfig]]:
