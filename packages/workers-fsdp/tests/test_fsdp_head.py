@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from ostinato.algos import token_log_probs_and_entropy, token_sum_pi_squared
 from ostinato.workers.core.microbatch import pack
 from ostinato.workers.core.testing.oracle import STILL, make_rows, start
-from ostinato.workers.fsdp.head import Question, TokenHead, chunk_rows, fuse_head, token_head
+from ostinato.workers.fsdp.head import Question, TokenHead, fuse_head, token_head
 from ostinato.workers.fsdp.packing import token_outputs
 from ostinato.workers.fsdp.testing import fsdp
 
@@ -37,7 +37,7 @@ class _Largest(TorchDispatchMode):
 @group
 def test_logits_never_exist_as_a_whole(workspace, monkeypatch):
     """Neither pass makes a tensor of all positions by vocabulary; with logits there is one."""
-    monkeypatch.setattr("ostinato.workers.fsdp.head._GPU_CHUNK_ELEMENTS", 8 * 4 * VOCAB)
+    monkeypatch.setattr("ostinato.workers.core.head_answers.GPU_CHUNK_ELEMENTS", 8 * 4 * VOCAB)
     rows = make_rows(16, seed=1)
     num_positions = int(rows.batch["response_mask"].sum())
     for fused in (True, False):
@@ -142,8 +142,3 @@ def test_head_is_fused_only_where_its_output_is_the_models():
     assert fuse_head(gpt2)
     model.lm_head = nn.Sequential(model.lm_head)
     assert not fuse_head(model)
-
-
-def test_chunks_are_bounded():
-    assert chunk_rows(torch.empty(151_936, 1)) == 110
-    assert chunk_rows(torch.empty(1 << 25, 1, device="meta")) == 1

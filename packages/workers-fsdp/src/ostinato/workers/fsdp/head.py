@@ -1,8 +1,7 @@
 """A language model's head that answers with log-probabilities, entropies and Σπ² in place of logits.
 
-The answers are computed from the hidden states in chunks, forward and backward, so the (N, V) logits never exist. All
-of it happens inside the head module's own forward: that is where FSDP has the head's weight gathered, and from where it
-reduces its gradient, tied to the embeddings or not.
+They are computed inside the head module's own forward: that is where FSDP has the head's weight gathered, and from
+where it reduces its gradient, tied to the embeddings or not.
 """
 
 from __future__ import annotations
@@ -17,16 +16,9 @@ import torch
 from torch import nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from ostinato.algos import (
-    token_log_probs_and_entropy_from_hidden,
-    token_log_probs_from_hidden,
-    token_sum_pi_squared,
-)
+from ostinato.workers.core.head_answers import head_answers
 
 logger = logging.getLogger(__name__)
-
-_GPU_CHUNK_ELEMENTS = 1 << 27
-"""Entries of a chunk on a GPU. They are large: each reads and writes the float32 gradient of the whole head."""
 
 
 @dataclass(frozen=True)
@@ -67,33 +59,24 @@ class TokenHead(nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Logits of hidden states (…, D), or the answers to the question."""
-        if self._question is None:
+        question = self._question
+        if question is None:
             return super().forward(input)
-        hidden = input.flatten(0, -2)[self._question.positions]
+        hidden = input.flatten(0, -2)[question.positions]
         weight = self.weight
         if self.bias is not None:
             hidden = torch.cat([hidden, hidden.new_ones(hidden.shape[0], 1)], dim=1)
             weight = torch.cat([weight, self.bias[:, None]], dim=1)
+        answers = head_answers(
+            hidden,
+            weight,
+            question.labels,
+            question.temperature,
+            entropy=question.entropy,
+            sum_pi_squared=question.sum_pi_squared,
+        )
         # Stacked as it leaves, not viewed: FSDP hangs a hook on what a module returns.
-        return torch.stack([answer[None] for answer in _answers(hidden, weight, self._question)], dim=-1)
-
-
-def _answers(hidden: torch.Tensor, weight: torch.Tensor, question: Question) -> list[torch.Tensor]:
-    rows = chunk_rows(weight)
-    read = token_log_probs_and_entropy_from_hidden if question.entropy else token_log_probs_from_hidden
-    result: Any = read(hidden, weight, question.labels, question.temperature, chunk_size=rows)
-    answers = list(result) if question.entropy else [result]
-    if question.sum_pi_squared:
-        with torch.no_grad():
-            parts = [token_sum_pi_squared(part @ weight.T, question.temperature) for part in hidden.split(rows)]
-        answers.append(torch.cat(parts))
-    return [answer.float() for answer in answers]
-
-
-def chunk_rows(weight: torch.Tensor) -> int:
-    """Positions of a chunk: logits of 64 MiB in float32 on the host, of 512 MiB on a GPU."""
-    elements = _GPU_CHUNK_ELEMENTS if weight.device.type == "cuda" else _GPU_CHUNK_ELEMENTS // 8
-    return max(elements // weight.shape[0], 1)
+        return torch.stack([answer[None] for answer in answers], dim=-1)
 
 
 def fuse_head(module: nn.Module) -> bool:

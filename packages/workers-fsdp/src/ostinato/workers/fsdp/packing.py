@@ -12,6 +12,7 @@ from torch import nn
 
 from ostinato.algos import token_log_probs, token_log_probs_and_entropy, token_sum_pi_squared
 from ostinato.workers.core.engine import Head, TokenOutputs
+from ostinato.workers.core.head_answers import named_answers
 from ostinato.workers.core.microbatch import PackedRows
 from ostinato.workers.fsdp.head import Question, token_head
 from ostinato.workers.fsdp.ulysses import GROUP, gather_answers, slice_rows
@@ -83,14 +84,9 @@ def token_outputs(
 
 
 def _named(answers: torch.Tensor, head: Head, question: Question) -> TokenOutputs:
-    columns = iter(answers.unbind(1))
     if head == "value":
-        return TokenOutputs(values=next(columns))
-    return TokenOutputs(
-        log_probs=next(columns),
-        entropy=next(columns) if question.entropy else None,
-        sum_pi_squared=next(columns) if question.sum_pi_squared else None,
-    )
+        return TokenOutputs(values=answers[:, 0])
+    return named_answers(answers, entropy=question.entropy, sum_pi_squared=question.sum_pi_squared)
 
 
 def _from_logits(module: nn.Module, layout: Layout, question: Question) -> torch.Tensor:

@@ -12,23 +12,15 @@ from typing import Any, Literal
 
 import torch
 
-from ostinato.algos import (
-    token_log_probs,
-    token_log_probs_and_entropy,
-    token_log_probs_and_entropy_from_hidden,
-    token_log_probs_from_hidden,
-    token_sum_pi_squared,
-)
+from ostinato.algos import token_log_probs, token_log_probs_and_entropy, token_sum_pi_squared
 from ostinato.workers.core.engine import Head, TokenOutputs
+from ostinato.workers.core.head_answers import head_answers, named_answers
 from ostinato.workers.core.microbatch import PackedRows
 from ostinato.workers.megatron.parallel import import_megatron
 from ostinato.workers.megatron.vocab import vocab_parallel_outputs
 
 Rows = Literal["thd", "kernel", "mask", "padded"]
 """How rows lie before the attention; the last one is a padded batch."""
-
-_GPU_CHUNK_ELEMENTS = 1 << 26
-"""Logits of a chunk on a GPU, of which none are kept: 256 MiB in float32. On the host a quarter of it."""
 
 
 @dataclass(frozen=True)
@@ -243,16 +235,15 @@ class OutputReader:
 
     def _answers(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """Log-probabilities, then entropies and Σπ² where they are wanted, (N, k) float32."""
-        elements = _GPU_CHUNK_ELEMENTS if weight.is_cuda else _GPU_CHUNK_ELEMENTS // 4
-        rows, packed = max(elements // weight.shape[0], 1), self.packed
-        read = token_log_probs_and_entropy_from_hidden if self.entropy else token_log_probs_from_hidden
-        answers: Any = read(hidden, weight, packed.labels, packed.temperature, chunk_size=rows)
-        answers = [*answers] if self.entropy else [answers]
-        if self.sum_pi_squared:
-            with torch.no_grad():
-                parts = [token_sum_pi_squared(part @ weight.T, packed.temperature) for part in hidden.split(rows)]
-            answers.append(torch.cat(parts))
-        return torch.stack(answers, dim=1).float()
+        answers = head_answers(
+            hidden,
+            weight,
+            self.packed.labels,
+            self.packed.temperature,
+            entropy=self.entropy,
+            sum_pi_squared=self.sum_pi_squared,
+        )
+        return torch.stack(answers, dim=1)
 
 
 def gather_context(local: torch.Tensor, inputs: Inputs, layout: Layout) -> torch.Tensor:
@@ -313,12 +304,7 @@ def token_outputs(
     if layout.head == "value":
         return TokenOutputs(values=out[:, 0].float())
     if layout.fused:
-        answers = iter(out.unbind(1))
-        return TokenOutputs(
-            log_probs=next(answers),
-            entropy=next(answers) if entropy else None,
-            sum_pi_squared=next(answers) if sum_pi_squared else None,
-        )
+        return named_answers(out, entropy=entropy, sum_pi_squared=sum_pi_squared)
     logits = out
     if layout.tp > 1:
         state = import_megatron("parallel_state")
