@@ -27,9 +27,18 @@ class SavedWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, path: str, step: int | None = None) -> None:
-        """Write model, optimizer, schedule and random state under `path`, or begin to; collective."""
+        """Write model, optimizer, schedule and random state under `path`, or begin to; collective.
+
+        Args:
+            path: a folder that does not hold another checkpoint.
+            step: the trainer's, for the log.
+
+        Raises:
+            OSError: it could not be written.
+        """
         self._saved("save_checkpoint").save(Path(path), writes=self.rank == 0)
-        logger.info("rank %d: step %s saved under %s", self.rank, step, path)
+        # The folder may get another name once all roles are saved: the caller reports that one.
+        logger.debug("rank %d: %s of step %s is written under %s", self.rank, type(self).__name__, step, path)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def checkpoint_saved(self, wait: bool = False) -> bool:
@@ -45,5 +54,12 @@ class SavedWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, path: str) -> None:
-        """Read what `save_checkpoint` wrote, at any number of ranks; collective. A reference stays as it is."""
+        """Read what `save_checkpoint` wrote, at any number of ranks; collective. A reference stays as it is.
+
+        Args:
+            path: the folder.
+
+        Raises:
+            OSError: there is no whole checkpoint, or it belongs to another model.
+        """
         self._saved("load_checkpoint").load(Path(path))
