@@ -41,10 +41,12 @@ REWARD = """import re
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    # The model knows neither the form nor, as a rule, the answer: both count a little alone.
     told = re.findall(r"####\\s*(-?[0-9.,]+)", solution_str)
-    right = bool(told) and told[-1].replace(",", "").rstrip(".") == str(ground_truth)
-    # A tenth for the form: the model knows neither it nor, as a rule, the answer.
-    return {"score": 1.0 if right else 0.1 if told else 0.0, "right": float(right)}
+    last = (told or re.findall(r"-?[0-9][0-9.,]*", solution_str) or [""])[-1]
+    right = last.replace(",", "").rstrip(".") == str(ground_truth)
+    score = 1.0 if told and right else 0.2 if right else 0.1 if told else 0.0
+    return {"score": score, "right": float(right), "form": float(bool(told))}
 """
 
 
@@ -174,18 +176,82 @@ def measurements(options: argparse.Namespace) -> Iterator[Part]:
         command = [*bench_reshard, "--engine", engine, "--sizes", *sizes]
         yield Part(f"reshard-{engine}", "3", [command], engine, 180)
     curve = [
-        grpo, f"{rollout}.name=vllm", f"{rollout}.n=8", *custom, "data.max_response_length=256",
-        "actor_rollout_ref.actor.optim.lr=2e-5", "actor_rollout_ref.actor.ppo_mini_batch_size=32",
-        "trainer.save_freq=20", "trainer.test_freq=20", "trainer.val_before_train=True",
-        "data.val_max_samples=256", f"{rollout}.gpu_memory_utilization=0.3",
+        grpo, f"{rollout}.name=vllm", f"{rollout}.n=8", *custom, "data.max_response_length=192",
+        "actor_rollout_ref.actor.optim.lr=3e-5", "actor_rollout_ref.actor.ppo_mini_batch_size=16",
+        "trainer.save_freq=20", "trainer.test_freq=20", "trainer.val_before_train=True", "data.val_max_samples=256",
+        f"{rollout}.gpu_memory_utilization=0.3",
     ]  # fmt: skip
-    halves = [app(options, "curve", *curve, steps=steps) for steps in ((2, 4) if options.cpu else (20, 40))]
-    yield Part("curve", "4; the second command resumes the first", halves, "vllm", 480)
+    halves = [app(options, "curve", *curve, steps=steps, batch=32) for steps in ((2, 4) if options.cpu else (20, 40))]
+    yield Part("curve", "4; the second command resumes the first", halves, "vllm", 260)
     if not options.cpu:
-        step = [sys.executable, str(HERE / "bench_step.py"), "small", str(options.model)]
-        yield Part("step-vllm", "5", [step], "vllm", 90)
-        yield Part("step-sglang", "5", [[*step, f"{rollout}.name=sglang"]], "sglang", 150)
-        yield Part("reshard-7b", "3", [[*bench_reshard, "--sizes", "7b", "--repeat", "3"]], "vllm", 200)
+        liger = "actor_rollout_ref.model.use_liger=True"
+        step = [sys.executable, str(HERE / "bench_step.py")]
+        yield Part("step-small", "5", [[*step, "small", str(options.model), liger]], "vllm", 70)
+        yield Part("reshard-7b", "3", [[*bench_reshard, "--sizes", "7b", "--repeat", "3"]], "vllm", 150)
+
+
+def updates(options: argparse.Namespace) -> Iterator[Part]:
+    """Training alone: against plain loops, and Megatron beside FSDP."""
+    fsdp, megatron = (
+        [sys.executable, str(HERE.parent / f"workers-{name}" / "bench_update.py")] for name in ("fsdp", "megatron")
+    )
+    if options.cpu:
+        yield Part(
+            "update-fsdp", "an update against a plain loop", [[*fsdp, "--rows", "8", "--turns", "1"]], "torch", 60
+        )
+        yield Part("update-megatron", "Megatron beside FSDP", [[*megatron, "--turns", "1"]], "torch", 60)
+        return
+    long = ["--response-length", "512", "2048", "8192", "--turns", "1", "--liger"]
+    yield Part(
+        "update-1.5b",
+        "an update against a plain loop",
+        [[*fsdp, "--model", "1.5b", "--rows", "24", *long]],
+        "vllm",
+        170,
+    )
+    kept = [
+        "--model",
+        "1.5b",
+        "--rows",
+        "24",
+        "--response-length",
+        "8192",
+        "--turns",
+        "1",
+        "--liger",
+        "--no-checkpointing",
+    ]
+    yield Part("update-1.5b-kept", "the same, activations kept", [[*fsdp, *kept]], "vllm", 100)
+    short = ["--model", "0.5b", "--response-length", "512", "--turns", "2", "--liger"]
+    yield Part("update-0.5b", "an update against a plain loop", [[*fsdp, *short]], "vllm", 50)
+    seven = [
+        "--model",
+        "7b",
+        "--rows",
+        "8",
+        "--token-budget",
+        "8192",
+        "--response-length",
+        "512",
+        "2048",
+        "--turns",
+        "1",
+        "--liger",
+    ]
+    yield Part("update-7b", "an update against a plain loop", [[*fsdp, *seven]], "vllm", 200)
+    shape = [
+        "--device",
+        "cuda",
+        "--model",
+        "1.5b",
+        "--response-length",
+        "2048",
+        "--rows",
+        "32",
+        "--micro-batch-rows",
+        "8",
+    ]
+    yield Part("update-megatron", "Megatron beside FSDP", [[*megatron, *shape, "--also", "kernel"]], "vllm", 90)
 
 
 def table(run: Path) -> list[str]:
@@ -292,7 +358,7 @@ def main() -> None:
         parser.error("--model and --data are needed (or --cpu)")
     prepare(options)
     began, failed, gpus = time.perf_counter(), [], torch.cuda.device_count()
-    for part in (*labs(options), *twins(options), *measurements(options)):
+    for part in (*labs(options), *twins(options), *measurements(options), *updates(options)):
         left = options.seconds - (time.perf_counter() - began)
         if options.only and not part.name.startswith(tuple(options.only)):
             continue
