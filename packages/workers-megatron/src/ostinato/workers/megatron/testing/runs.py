@@ -39,6 +39,7 @@ from ostinato.workers.megatron.config import MegatronConfig
 from ostinato.workers.megatron.engine import MegatronEngine
 from ostinato.workers.megatron.packing import Layout, OutputReader, model_inputs, token_outputs
 from ostinato.workers.megatron.saved import SavedWeights
+from ostinato.workers.megatron.testing.comparisons import Comparisons, all_compared
 from ostinato.workers.megatron.testing.models import tiny_mixture, tiny_qwen3
 
 FEW = (conformance.check_parity, conformance.check_empty_micro_batches, conformance.check_weight_source)
@@ -49,14 +50,20 @@ VPP: dict[str, Any] = {"pipeline_model_parallel_size": 3, "virtual_pipeline_mode
 EP: dict[str, Any] = {"expert_model_parallel_size": 2}
 LOCAL: dict[str, Any] = {"override_transformer_config": {"transformer_impl": "local"}}
 PLAIN: dict[str, Any] = {"use_distributed_optimizer": False}
+ROUTER: dict[str, Any] = {"moe_router_dtype": "fp64"}
+"""Keeps Megatron's own layers from TransformerEngine's product in the router, which is TF32 where all is float32."""
+
 ROLLOUT = RolloutConfig(dtype="float32", prompt_length=4, response_length=4)
 
 
 def megatron(**config: Any) -> MakeEngine:
     """A picklable engine factory in float32 with entries of `MegatronConfig`; its groups are made anew."""
     entries = {"dtype": "fp32", **config}
-    # TransformerEngine's attention knows no float32; the exact comparisons are with Megatron's own layers.
-    return partial(_fresh, MegatronConfig(**((LOCAL if entries["dtype"] == "fp32" else {}) | entries)))
+    if entries["dtype"] == "fp32":
+        # TransformerEngine's attention knows no float32; the exact comparisons are with Megatron's own layers.
+        exact = LOCAL["override_transformer_config"] | (ROUTER if find_spec("transformer_engine") is not None else {})
+        entries["override_transformer_config"] = exact | entries.get("override_transformer_config", {})
+    return partial(_fresh, MegatronConfig(**entries))
 
 
 def _fresh(config: MegatronConfig, **arguments: Any) -> MegatronEngine:
@@ -73,7 +80,7 @@ def prepare(workspace: Path) -> None:
     tiny_qwen3(workspace / "deep", num_layers=6, seed=6)
 
 
-def check_family(make_engine: MakeEngine, folder: Path) -> None:
+def check_family(make_engine: MakeEngine, folder: Path, compared: Comparisons) -> None:
     """Log-probabilities, loss, gradient norm and weights of a family equal one plain Hugging Face model's.
 
     Its names and weights are the folder's at first, and a rollout engine holds them before the steps and after. A
@@ -85,34 +92,44 @@ def check_family(make_engine: MakeEngine, folder: Path) -> None:
     from ostinato.rollout.backends.hf import HfRollout
 
     driver = start(make_engine, folder)
-    assert_same_weights(driver.state(), load_file(folder / "model.safetensors"), rtol=0)
+    state = driver.state()
+    with compared.of("weights from the folder"):
+        assert_same_weights(state, load_file(folder / "model.safetensors"), rtol=0)
     rollout = HfRollout(ROLLOUT, model_path=folder, device=driver.engine.device)
-    check_reshard(driver, rollout)
+    check_reshard(driver, rollout, compared)
     oracle = Oracle(folder, "lm", driver_optim(), driver.engine.device)
     rows = make_rows(6, seed=21)
     collected = driver.outputs(rows, 3)
     if collected is not None:
         log_probs, entropy = oracle.all_outputs(driver.mine(rows))
-        torch.testing.assert_close(torch.cat([c["log_probs"] for c in collected]), log_probs, rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(torch.cat([c["entropy"] for c in collected]), entropy, rtol=1e-5, atol=1e-5)
+        for name, expected in (("log_probs", log_probs), ("entropy", entropy)):
+            with compared.of(name):
+                torch.testing.assert_close(torch.cat([c[name] for c in collected]), expected, rtol=1e-5, atol=1e-5)
     for step in range(2):
         rows = make_rows(6, seed=22 + step)
         loss, stats = driver.train(rows, 2)
-        assert_near("loss", loss, oracle.loss(rows), rtol=1e-5)
-        assert_near("gradient norm", stats.grad_norm, oracle.step().grad_norm, rtol=1e-5)
+        for name, got, expected in (
+            ("loss", loss, oracle.loss(rows)),
+            ("gradient norm", stats.grad_norm, oracle.step().grad_norm),
+        ):
+            with compared.of(f"step {step}"):
+                assert_near(name, got, expected, rtol=1e-5)
     # transformers keeps all experts of a layer in one tensor; the folder has them one by one.
     module: Any = oracle.module
     state = driver.state()
-    assert_same_weights(state, revert_weight_conversion(module, oracle.state()), rtol=1e-5)
-    check_reshard(driver, rollout)
+    with compared.of("weights of 2 steps"):
+        assert_same_weights(state, revert_weight_conversion(module, oracle.state()), rtol=1e-5)
+    check_reshard(driver, rollout, compared)
     path = folder.parent / "checkpoints" / folder.name
     driver.engine.save(path)
     dist.barrier()
-    assert_same_weights(dict(SavedWeights(path, ModelConfig(path=str(folder)), "lm").weights()), state, rtol=0)
-    check_background(driver, folder, path.with_name(f"{folder.name}-later"))
+    with compared.of("checkpoint"):
+        assert_same_weights(dict(SavedWeights(path, ModelConfig(path=str(folder)), "lm").weights()), state, rtol=0)
+    with compared.within("checkpoint in the background"):
+        check_background(driver, folder, path.with_name(f"{folder.name}-later"), compared)
 
 
-def check_background(driver: Driver, folder: Path, path: Path) -> None:
+def check_background(driver: Driver, folder: Path, path: Path, compared: Comparisons) -> None:
     """A checkpoint is of the moment at which it was asked for, though each rank looks for it in its own time."""
     state, rows = driver.state(), make_rows(6, seed=31)
     pending = driver.engine.save(path, background=True)
@@ -122,13 +139,18 @@ def check_background(driver: Driver, folder: Path, path: Path) -> None:
         time.sleep(0.01)
     pending.wait()
     dist.barrier()
-    assert_same_weights(dict(SavedWeights(path, ModelConfig(path=str(folder)), "lm").weights()), state, rtol=0)
+    with compared.of("written"):
+        assert_same_weights(dict(SavedWeights(path, ModelConfig(path=str(folder)), "lm").weights()), state, rtol=0)
     driver.engine.load(path)
-    assert_same_weights(driver.state(), state, rtol=0)
-    assert driver.train(rows, 2) == expected
+    loaded = driver.state()
+    with compared.of("loaded"):
+        assert_same_weights(loaded, state, rtol=0)
+    got = driver.train(rows, 2)
+    with compared.of("the step after it"):
+        assert got == expected, f"expected {expected}, got {got}"
 
 
-def check_reshard(driver: Driver, rollout: Rollout) -> None:
+def check_reshard(driver: Driver, rollout: Rollout, compared: Comparisons) -> None:
     """`reshard` hands every weight on bit by bit; the rollout's log-probabilities of its tokens are training's."""
     ids = torch.arange(8).reshape(2, 4) + 5
     prompts = DataProto.from_dict(
@@ -148,7 +170,8 @@ def check_reshard(driver: Driver, rollout: Rollout) -> None:
     collected = engine.forward(driver.packed(rows, 2), log_probs)
     if collected is not None:
         expected = batch_of(rows)["rollout_log_probs"].to(engine.device)
-        torch.testing.assert_close(collected[0], expected, rtol=0, atol=2e-4)
+        with compared.of("log-probabilities of a rollout"):
+            torch.testing.assert_close(collected[0], expected, rtol=0, atol=2e-4)
 
 
 def check_context() -> None:
@@ -201,15 +224,22 @@ def run(workspace: Path, layouts: Sequence[tuple[str, dict[str, Any], Sequence[c
     return passed
 
 
-def families(workspace: Path, name: str, config: dict[str, Any], *folders: str) -> list[str]:
-    """`check_family` for some folders; names of what passed."""
-    for folder in folders:
-        check_family(megatron(**config), workspace / folder)
-    return [f"{folder}[{name}]" for folder in folders]
+def families(workspace: Path, name: str, config: dict[str, Any], compared: Comparisons, *folders: str) -> list[str]:
+    """`check_family` for some folders; names of what ran."""
+    passed = [f"{folder}[{name}]" for folder in folders]
+    for folder, title in zip(folders, passed, strict=True):
+        with compared.within(title):
+            check_family(megatron(**config), workspace / folder, compared)
+    return passed
 
 
 def two_ranks(workspace: Path, device_type: str = "cpu") -> list[str]:
     """Everything that two ranks are asked to do; names of what passed."""
+    with all_compared() as compared:
+        return _two_ranks(workspace, device_type, compared)
+
+
+def _two_ranks(workspace: Path, device_type: str, compared: Comparisons) -> list[str]:
     if device_type == "cpu":
         from ostinato.workers.megatron.testing.cpu import install
 
@@ -217,13 +247,14 @@ def two_ranks(workspace: Path, device_type: str = "cpu") -> list[str]:
     # One layout after another: Megatron makes two dozen process groups for each.
     passed = run(workspace, [("tp", TP, conformance.CHECKS)])
     conformance.save_for_other_world(megatron(**TP), workspace)
-    passed += families(workspace, "tp", TP, "qwen3", "untied3")
+    passed += families(workspace, "tp", TP, compared, "qwen3", "untied3")
     passed += run(workspace, [("pp", PP | PLAIN, conformance.CHECKS)])
     conformance.load_from_other_world(megatron(**PP), workspace)
     passed.append("tp -> pp")
-    passed += families(workspace, "pp", PP, "qwen3", "mixture")
+    passed += families(workspace, "pp", PP, compared, "qwen3", "mixture")
     passed += run(workspace, [("dp", PLAIN, FEW[:1]), ("dp-distributed", {}, (*FEW, conformance.check_save_load))])
-    passed += families(workspace, "ep", EP, "mixture") + families(workspace, "ep-plain", EP | PLAIN, "mixture")
+    passed += families(workspace, "ep", EP, compared, "mixture")
+    passed += families(workspace, "ep-plain", EP | PLAIN, compared, "mixture")
     if device_type == "cpu":
         check_context()
     return passed
@@ -235,8 +266,8 @@ def three_ranks(workspace: Path, device_type: str = "cpu") -> list[str]:
         from ostinato.workers.megatron.testing.cpu import install
 
         install()
-    check_family(megatron(**VPP), workspace / "deep")
-    return ["deep[vpp]"]
+    with all_compared() as compared:
+        return families(workspace, "vpp", VPP, compared, "deep")
 
 
 def four_ranks(workspace: Path, device_type: str = "cpu") -> list[str]:
@@ -245,8 +276,9 @@ def four_ranks(workspace: Path, device_type: str = "cpu") -> list[str]:
         from ostinato.workers.megatron.testing.cpu import install
 
         install()
-    passed = run(workspace, [("tp-dp", LOCAL | TP, FEW), ("tp-pp", LOCAL | TP | PP, FEW), ("pp-dp", LOCAL | PP, FEW)])
-    return passed + families(workspace, "pp-dp", PP, "qwen3")
+    passed = run(workspace, [("tp-dp", TP, FEW), ("tp-pp", TP | PP, FEW), ("pp-dp", PP, FEW)])
+    with all_compared() as compared:
+        return passed + families(workspace, "pp-dp", PP, compared, "qwen3")
 
 
 def one_gpu(workspace: Path) -> list[str]:
@@ -254,20 +286,24 @@ def one_gpu(workspace: Path) -> list[str]:
 
     In bf16 Megatron's own layers run PyTorch's kernel, or a mask where that is asked for.
     """
-    passed = run(workspace, [("local", LOCAL, conformance.CHECKS)])
+    passed = run(workspace, [("local", {}, conformance.CHECKS)])
     masked = {"override_transformer_config": {"transformer_impl": "local", "attention_backend": "local"}}
-    for name, config in (("kernel", LOCAL), ("mask", masked)):
-        passed += layers(workspace, name, config)
+    kinds = [("kernel", LOCAL), ("mask", masked)]
     if find_spec("transformer_engine") is not None:
-        passed += layers(workspace, "te", {})
+        kinds.append(("te", {}))
+    with all_compared() as compared:
+        for name, config in kinds:
+            passed += layers(workspace, name, config, compared)
     return passed
 
 
-def layers(workspace: Path, name: str, config: dict[str, Any]) -> list[str]:
-    """`check_layers` for every family, and what a half-precision engine keeps; names of what passed."""
+def layers(workspace: Path, name: str, config: dict[str, Any], compared: Comparisons) -> list[str]:
+    """`check_layers` for every family, and what a half-precision engine keeps; names of what ran."""
     for folder in ("lm", "tied", "qwen3", "mixture"):
-        check_layers(workspace / folder, config)
-    check_layers(workspace / "lm", config, use_remove_padding=False)
+        with compared.within(f"{folder}[{name}]"):
+            check_layers(workspace / folder, config, compared)
+    with compared.within(f"lm[{name}], padded"):
+        check_layers(workspace / "lm", config, compared, use_remove_padding=False)
     # These compare an engine with itself, so that rounding does not matter.
     checks = (conformance.check_boundaries, conformance.check_offload, conformance.check_save_load)
     return [f"layers[{name}]", *run(workspace, [(name, {"dtype": "bf16", **config}, checks)])]
@@ -275,19 +311,23 @@ def layers(workspace: Path, name: str, config: dict[str, Any]) -> list[str]:
 
 def two_gpus(workspace: Path) -> list[str]:
     """As `two_ranks`, and what needs TransformerEngine."""
-    passed = two_ranks(workspace, "cuda")
-    if find_spec("transformer_engine") is not None:
+    with all_compared() as compared:
+        passed = _two_ranks(workspace, "cuda", compared)
         for name, config in (
             ("tp-sp", TP | {"sequence_parallel": True}),
             ("cp", {"context_parallel_size": 2}),
             ("pp", PP),
         ):
-            check_layers(workspace / "lm", config)
-            passed.append(f"lm[te-{name}]")
-    return passed
+            if find_spec("transformer_engine") is not None:
+                passed.append(f"lm[te-{name}]")
+                with compared.within(passed[-1]):
+                    check_layers(workspace / "lm", config, compared)
+        return passed
 
 
-def check_layers(folder: Path, config: dict[str, Any], bound: float = 2e-2, **model: Any) -> None:
+def check_layers(
+    folder: Path, config: dict[str, Any], compared: Comparisons, bound: float = 2e-2, **model: Any
+) -> None:
     """An engine in bf16 against a plain float32 model: log-probabilities, loss and gradient norm.
 
     On a CPU they lie 0.3 %, 0.1 % and 0.5 % apart.
@@ -301,7 +341,13 @@ def check_layers(folder: Path, config: dict[str, Any], bound: float = 2e-2, **mo
         mask = batch_of(driver.mine(rows))["response_mask"].bool().to(log_probs.device)
         got = torch.cat([c["log_probs"] for c in collected])
         difference = (got - log_probs)[mask].abs().mean().item()
-        assert difference <= bound * log_probs[mask].abs().mean().item(), f"log-probabilities differ by {difference}"
+        allowed = bound * log_probs[mask].abs().mean().item()
+        with compared.of("log-probabilities"):
+            assert difference <= allowed, f"differ by {difference:.3e} in the mean, allowed {allowed:.3e}"
     loss, stats = driver.train(rows, 2)
-    assert_near("loss", loss, oracle.loss(rows), rtol=bound)
-    assert_near("gradient norm", stats.grad_norm, oracle.step().grad_norm, rtol=2 * bound)
+    for name, value, expected, rtol in (
+        ("loss", loss, oracle.loss(rows), bound),
+        ("gradient norm", stats.grad_norm, oracle.step().grad_norm, 2 * bound),
+    ):
+        with compared.of(name):
+            assert_near(name, value, expected, rtol=rtol)
