@@ -26,6 +26,9 @@ T = TypeVar("T")
 
 POLL_SECONDS = 0.05
 GRACE_SECONDS = 3.0
+START_SECONDS = 120.0
+"""How long the process that starts the ranks may take beside the deadline, above all to import what they need."""
+
 _TAIL = 4000
 _LATE = 75
 
@@ -80,7 +83,13 @@ def _run(folder: Path, world_size: int, device_type: str, deadline: float) -> bo
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
     command = _command("_all_ranks", folder, world_size, device_type, deadline)
     with (folder / "output.txt").open("wb") as output:
-        return subprocess.run(command, env=environment, stdout=output, stderr=output).returncode == _LATE
+        try:
+            done = subprocess.run(
+                command, env=environment, stdout=output, stderr=output, timeout=START_SECONDS + deadline, check=False
+            )
+        except subprocess.TimeoutExpired:  # it is dead now, and its ranks with it
+            return True
+    return done.returncode == _LATE
 
 
 def _command(body: str, *arguments: object) -> list[str]:
@@ -149,7 +158,7 @@ def _watch(started: dict[int, int], folder: Path, deadline: float) -> bool:
     end, failed, late = time.monotonic() + deadline, False, False
     while started:
         pid, status = os.waitpid(-1, os.WNOHANG)
-        if pid:
+        if pid in started:  # not a process that an import has left behind
             (folder / f"status{started.pop(pid)}").write_text(str(os.waitstatus_to_exitcode(status)))
             if status and not failed:
                 failed, end = True, min(end, time.monotonic() + GRACE_SECONDS)
