@@ -9,6 +9,11 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from ostinato.workers.core.errors import ConfigError
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+T = TypeVar("T")
+
 
 def require(ok: bool, key: str, expected: str, got: object) -> None:
     """Refuse a value unless `ok`, naming the dotted key, what was expected and what came."""
@@ -19,12 +24,6 @@ def require(ok: bool, key: str, expected: str, got: object) -> None:
 def require_choice(value: str, choices: tuple[str, ...], key: str) -> None:
     """Refuse a value that is none of `choices`."""
     require(value in choices, key, "one of " + ", ".join(choices), value)
-
-
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
-T = TypeVar("T")
 
 
 def engine_config(kind: type[T], value: T | Mapping[str, Any] | None, key: str, error: type[ValueError]) -> T:
