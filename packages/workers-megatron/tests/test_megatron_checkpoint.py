@@ -3,6 +3,7 @@ from __future__ import annotations
 import errno
 import pickle
 import threading
+from unittest.mock import Mock
 
 import pytest
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
@@ -134,14 +135,16 @@ def test_megatron_save_in_the_background_tells_its_failure_where_it_is_waited_fo
     driver = start(megatron(), megatron_workspace / "lm")
     driver.engine.save(tmp_path / "full")
 
-    def full(*args, **kwargs):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    for owner, name in ((FileSystemWriter, "write_data"), (background, "_mark")):
+    full = OSError(errno.ENOSPC, "No space left on device")
+    for owner, name, error, text in (
+        (FileSystemWriter, "write_data", full, r"OSError: .*No space left"),
+        (background, "_mark", full, r"OSError: .*No space left"),
+        (background, "_mark", TypeError("no JSON"), "TypeError: no JSON"),
+    ):
         with monkeypatch.context() as patch:
-            patch.setattr(owner, name, full)
+            patch.setattr(owner, name, Mock(side_effect=error))
             failed = driver.engine.save(tmp_path / "full", background=True)
-            with pytest.raises(CheckpointError, match=r"full cannot be written: rank 0: OSError: .*No space left"):
+            with pytest.raises(CheckpointError, match=f"full cannot be written: rank 0: {text}"):
                 failed.wait()
             assert failed.done()
         with pytest.raises(CheckpointError, match="cut off"):  # what was written over is not taken for whole

@@ -72,7 +72,7 @@ class BackgroundWriter:
             if dist.get_rank() == 0:
                 try:
                     _mark(path, config)
-                except OSError as error:
+                except Exception as error:  # whatever it is, the other ranks wait for the answer
                     failure = [f"{type(error).__name__}: {error}"]
             dist.broadcast_object_list(failure, src=0, group=group)
         if failure[0] is not None:
