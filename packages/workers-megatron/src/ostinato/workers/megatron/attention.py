@@ -121,6 +121,9 @@ def attend_within_rows(
         cu_seqlens: (b + 1,) int32, where each row begins; the last entry is T.
         longest: tokens of the longest row.
         scale: factor of the scores.
+
+    Returns:
+        (T, H, D) bf16.
     """
     from torch.nn.attention.varlen import varlen_attn
 

@@ -89,7 +89,8 @@ def uses_transformer_engine(config: MegatronConfig) -> bool:
     """Whether layers are TransformerEngine's: where it is installed, unless `transformer_impl` says `local`.
 
     Raises:
-        TransformerEngineMissingError: Something is asked for that only TransformerEngine has.
+        TransformerEngineMissingError: Something is asked for that only TransformerEngine has, or the one that is
+            installed cannot be imported.
     """
     asked = config.override_transformer_config.get("transformer_impl")
     installed = find_spec("transformer_engine") is not None

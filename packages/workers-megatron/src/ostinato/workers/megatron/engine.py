@@ -43,11 +43,13 @@ class MegatronEngine(ConfiguredEngine[MegatronConfig]):
         """Build the model, read its weights and make the optimizer; collective over all ranks.
 
         Raises:
+            EngineStateError: It is built already.
             MegatronMissingError: Megatron-Core is not installed.
+            TransformerEngineMissingError: Something is asked for that only TransformerEngine has, or it does not fit.
             ProcessGroupMissingError: There is no default process group.
             DeviceError: The ranks are on a CPU.
             LayoutConflictError: Another engine of this process has other parallel sizes.
-            MegatronConfigError: The layout does not fit the ranks or the model.
+            MegatronConfigError: The layout does not fit the ranks or the model, or a setting is of the FSDP engine.
             ModelLoadError: The folder does not hold such a model.
         """
         if self._built is not None:
