@@ -10,6 +10,7 @@ from ostinato.protocol import DataProto
 from ostinato.rollout import Rollout, RolloutConfig, build_rollout
 from ostinato.rollout.backends.fake import FakeRollout
 from ostinato.rollout.backends.hf import HfRollout
+from ostinato.rollout.errors import EngineStateError
 from ostinato.rollout.testing import Setting, checks, run_conformance
 from ostinato.rollout.testing.conformance import MODEL_CHECKS, PROTOCOL_CHECKS, Check
 
@@ -168,3 +169,18 @@ def test_conformance_catches_a_broken_engine(broken, check, hf: Setting):
     found = next(c for c in checks(hf) if c.__name__ == check)
     with pytest.raises(AssertionError):
         found(lambda config, path: broken(config, model_path=path), hf)
+
+
+def test_conformance_closes_its_engines_where_a_check_fails(hf: Setting):
+    made = []
+
+    def make(config, path):
+        made.append(DropsEnd(config, model_path=path))
+        return made[-1]
+
+    with pytest.raises(AssertionError):
+        run_conformance(make, hf)
+    assert made
+    for rollout in made:
+        with pytest.raises(EngineStateError, match="closed"):
+            rollout.wake("weights")

@@ -135,7 +135,8 @@ class SglangRollout(EngineAdapter):
         if config.torch_dtype == torch.float32:
             raise ConfigError(
                 f"{PREFIX}.dtype: SGLang's kernels on a GPU take bfloat16 and float16, got float32. Set it to "
-                f"bfloat16, or {PREFIX}.name to vllm or hf."
+                f"bfloat16, or {PREFIX}.name to vllm or hf.",
+                key=f"{PREFIX}.dtype",
             )
         # Graphs of decoding alone: a rollout is nearly all decoding.
         return arguments | {"disable_prefill_cuda_graph": True, "mem_fraction_static": round(static / free, 4)}

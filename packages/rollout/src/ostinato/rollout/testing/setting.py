@@ -77,7 +77,7 @@ def build_here(config: RolloutConfig, path: Path) -> Rollout:
 
 @contextmanager
 def kept_engines(make_rollout: MakeRollout) -> Iterator[MakeRollout]:
-    """Engines that are built once for each configuration and folder, and closed at the end.
+    """Engines that are built once for each configuration and folder, and closed at the end, be it by an error.
 
     Args:
         make_rollout: builds one.
@@ -90,6 +90,8 @@ def kept_engines(make_rollout: MakeRollout) -> Iterator[MakeRollout]:
             built[key] = make_rollout(config, path)
         return built[key]
 
-    yield make
-    for rollout in built.values():
-        rollout.close()
+    try:
+        yield make
+    finally:
+        for rollout in built.values():
+            rollout.close()
