@@ -31,6 +31,7 @@ def test_ppo_preflight_group_estimators_refuse_one_response(name, make):
         ("algorithm.adv_estimator", "grop", "did you mean grpo?"),
         ("algorithm.adv_estimator", "GRPO", "did you mean grpo?"),
         ("algorithm.adv_estimator", "ppo", "PPO, with a critic, is gae"),
+        (f"{ACTOR}.policy_loss.loss_mode", "PPO", "PPO's clipped loss is vanilla"),
         (f"{ACTOR}.policy_loss.loss_mode", "vanila", "vanilla"),
         ("algorithm.kl_penalty", "low_var", "low_var_kl"),
         ("algorithm.kl_penalty", "full", "logits"),

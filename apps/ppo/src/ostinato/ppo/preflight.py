@@ -155,7 +155,8 @@ def _policy_loss(checked: Checked) -> None:
     actor = checked.config.actor_rollout_ref.actor
     loss = actor.policy_loss
     if loss.loss_mode not in policy_losses():
-        checked.refuse(f"{ACTOR}.policy_loss.loss_mode", one_of(loss.loss_mode, policy_losses()))
+        text = "PPO's clipped loss is vanilla" if loss.loss_mode.lower() == "ppo" else None
+        checked.refuse(f"{ACTOR}.policy_loss.loss_mode", text or one_of(loss.loss_mode, policy_losses()))
         return
     if loss != PolicyLossConfig():  # the default has all it needs; what tells of the others imports tensordict
         _loss_arguments(checked)
