@@ -47,6 +47,7 @@ def test_fake_conforms(check: Check, fake: Setting):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 def test_hf_conforms_on_a_gpu(dtype, tmp_path, monkeypatch):
     """The oracle stays on the CPU, and weights travel from there to the device."""
     monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)

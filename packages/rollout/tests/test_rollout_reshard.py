@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import gc
 import logging
+import weakref
 
 import pytest
 import torch
@@ -79,11 +81,25 @@ def test_reshard_moves_values_in_the_rollouts_dtype():
         assert rollout.weights["a"].tolist() == WEIGHTS["a"].tolist()
 
 
+def test_reshard_lets_go_of_a_weight_before_the_next_is_made():
+    """H-50, its kind: beside the buckets there is one weight at a time."""
+
+    class Gathers(Source):
+        def weights(self):
+            last = None
+            for name, tensor in self._sent.items():
+                assert last is None or last() is None, f"a weight before {name} is still there"
+                full = tensor.clone()
+                last = weakref.ref(full)
+                yield name, full
+                del full
+
+    with reshard(Gathers(WEIGHTS), fake(), check=True) as rollout:
+        assert set(rollout.weights) == set(WEIGHTS)
+
+
 def test_reshard_frees_the_copy_before_the_cache_wakes():
     """H-50: two buckets at most while weights move, none afterwards."""
-    import gc
-    import weakref
-
     alive: list[weakref.ref] = []
     rollout = fake()
     load = rollout.load_weights

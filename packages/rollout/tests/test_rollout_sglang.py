@@ -185,6 +185,7 @@ def test_sglang_processes_do_not_keep_python_from_ending(setting: Setting, tmp_p
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 def test_sglang_conforms_asleep_between_calls_on_a_gpu(tmp_path):
     """Memory unmapped between generations, checksums of every weight after each load.
 

@@ -173,6 +173,7 @@ def test_vllm_on_a_cpu_refuses_heads_of_16_before_it_is_built(setting: Setting, 
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 def test_vllm_conforms_in_bfloat16_on_a_gpu(tmp_path):
     exclude = {"check_prompt_lengths", "check_split", "check_left_padding"}
     overrides = {"free_cache_engine": False, "gpu_memory_utilization": 0.05}
@@ -219,6 +220,7 @@ print("conforms")
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_vllm_conforms_asleep_between_calls_on_a_gpu(dtype: str):
     """With memory unmapped between generations; such an engine wants a process of its own."""

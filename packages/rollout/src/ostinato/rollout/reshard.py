@@ -51,11 +51,10 @@ class _Watched:
             self._compare(name, tensor, seen)
             seen.add(name)
             target = self._plan.get(name)
-            if target is None:
-                continue
-            if self._check or name in self._groups:
-                self._sum(name, target, tensor)
-            yield target, tensor
+            if target is not None:
+                if self._check or name in self._groups:
+                    self._sum(name, target, tensor)
+                yield target, tensor
             del tensor  # before the source makes the next one
         missing = tuple(name for name, spec in self._specs.items() if name not in seen and spec.tied_to is None)
         if missing:
