@@ -5,10 +5,18 @@ from pathlib import Path
 import pytest
 import torch
 
+from ostinato.controller import LocalBackend
 from ostinato.protocol import DataProto
 from ostinato.workers.core.testing import tiny_causal_lm, tiny_reward_model
 
 torch.set_num_threads(1)
+
+
+@pytest.fixture
+def backend():
+    backend = LocalBackend()
+    yield backend
+    backend.shutdown()
 
 
 @pytest.fixture(scope="session")

@@ -77,7 +77,8 @@ def export_hf(
             _drain(weights)  # the other ranks are in the same collective calls, and would wait for this one
         raise
     shutil.rmtree(replaced, ignore_errors=True)
-    logger.info("weights exported to %s", path)
+    # A part of a checkpoint may get another name yet: the caller reports that one.
+    logger.debug("weights exported to %s", path)
 
 
 def _drain(weights: Iterator[tuple[str, torch.Tensor]]) -> None:
