@@ -224,6 +224,11 @@ class PpoConfig:
         """Whether the advantage estimator names `values` in its signature."""
         return self._estimator_names("values")
 
+    @property
+    def trained_roles(self) -> list[str]:
+        """Roles with weights that change."""
+        return ["actor", "critic"] if self.needs_critic else ["actor"]
+
     def _estimator_names(self, keyword: str) -> bool:
         """Whether the advantage estimator names a keyword in its signature; False where it is not known."""
         from ostinato.algos import adv_estimators, get_adv_estimator

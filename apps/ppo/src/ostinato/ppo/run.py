@@ -112,7 +112,7 @@ def train(config: PpoConfig, *, emit: Callable[[Event], None]) -> None:
         check_architectures(config)
         schedule = Schedule(config.data, tokenizer, config.trainer)
         config = config.with_total_steps(schedule.num_prompts)
-        resumed = checkpoints.resume(trainer.resume_mode, trainer.resume_from_path, trained_roles(config))
+        resumed = checkpoints.resume(trainer.resume_mode, trainer.resume_from_path, config.trained_roles)
         if resumed is not None:
             schedule.load_state_dict(resumed.state["schedule"])
             if schedule.step >= schedule.total_steps:
@@ -148,7 +148,7 @@ def finished(config: PpoConfig) -> bool:
 
     trainer, data = config.trainer, config.data
     if trainer.resume_mode == "auto":
-        steps = complete_steps(Path(trainer.default_local_dir), roles=trained_roles(config), warn=False)
+        steps = complete_steps(Path(trainer.default_local_dir), roles=config.trained_roles, warn=False)
     else:
         steps = [step_of(Path(trainer.resume_from_path or ""))] if trainer.resume_mode == "resume_path" else []
     if not steps:
@@ -159,11 +159,6 @@ def finished(config: PpoConfig) -> bool:
         return False
     prompts = rows if data.train_max_samples < 0 else min(rows, data.train_max_samples)
     return steps[-1] >= config.total_steps(prompts)
-
-
-def trained_roles(config: PpoConfig) -> list[str]:
-    """Roles with weights that change."""
-    return ["actor", "critic"] if config.needs_critic else ["actor"]
 
 
 def nothing_left(config: PpoConfig, schedule: Schedule, resumed: Resumed) -> str:

@@ -130,15 +130,16 @@ class Trainer:
 
     def save(self) -> dict[str, Metric]:
         """Write a checkpoint of this step, or begin to; it is in force once `checkpoints.settle` has found it whole."""
+        roles = self.config.trained_roles
 
         def write(folder: Path) -> None:
-            for role in self.trained:
+            for role in roles:
                 self.groups[role].save_checkpoint(str(folder / role), self.step)
             for role in self.exported:
                 self.groups[role].export_hf(str(folder / EXPORTS[role]))
 
         def written(wait: bool) -> bool:
-            states = [self.groups[role].checkpoint_saved(wait) for role in self.trained]  # every role is asked
+            states = [self.groups[role].checkpoint_saved(wait) for role in roles]  # every role is asked
             return all(done for ranks in states for done in ranks)
 
         self.checkpoints.begin(self.step, write, self.state_dict(), written)
@@ -149,21 +150,16 @@ class Trainer:
         if self.resumed is None:
             return
         self.estimate.load_state_dict(self.resumed.state["estimate"])
-        for role in self.trained:
+        for role in self.config.trained_roles:
             self.groups[role].load_checkpoint(str(self.resumed.folder / role))
         self.tracker.note(f"resumed from {self.resumed.folder}, step {self.step} of {self.schedule.total_steps}")
-
-    @property
-    def trained(self) -> list[str]:
-        """Roles with weights that change."""
-        return [role for role in ("actor", "critic") if role in self.groups]
 
     @property
     def exported(self) -> list[str]:
         """Roles whose weights go into each checkpoint as a Hugging Face folder too."""
         roles = {"actor": self.config.actor_rollout_ref.actor, "critic": self.config.critic}
         also = ["actor"] if self.config.trainer.save_hf_model else []
-        return [role for role in self.trained if role in also or roles[role].checkpoint.exports]
+        return [role for role in self.config.trained_roles if role in also or roles[role].checkpoint.exports]
 
     @property
     def dp_size(self) -> int:
@@ -172,4 +168,4 @@ class Trainer:
 
     def state_dict(self) -> dict[str, Any]:
         """What the loop itself needs to continue."""
-        return {"step": self.step, "schedule": self.schedule.state_dict(), "estimate": self.estimate.state_dict()}
+        return {"schedule": self.schedule.state_dict(), "estimate": self.estimate.state_dict()}
