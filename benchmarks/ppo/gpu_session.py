@@ -196,62 +196,21 @@ def updates(options: argparse.Namespace) -> Iterator[Part]:
         [sys.executable, str(HERE.parent / f"workers-{name}" / "bench_update.py")] for name in ("fsdp", "megatron")
     )
     if options.cpu:
-        yield Part(
-            "update-fsdp", "an update against a plain loop", [[*fsdp, "--rows", "8", "--turns", "1"]], "torch", 60
-        )
+        plain = [*fsdp, "--rows", "8", "--turns", "1"]
+        yield Part("update-fsdp", "an update against a plain loop", [plain], "torch", 60)
         yield Part("update-megatron", "Megatron beside FSDP", [[*megatron, "--turns", "1"]], "torch", 60)
         return
-    long = ["--response-length", "512", "2048", "8192", "--turns", "1", "--liger"]
-    yield Part(
-        "update-1.5b",
-        "an update against a plain loop",
-        [[*fsdp, "--model", "1.5b", "--rows", "24", *long]],
-        "vllm",
-        170,
-    )
-    kept = [
-        "--model",
-        "1.5b",
-        "--rows",
-        "24",
-        "--response-length",
-        "8192",
-        "--turns",
-        "1",
-        "--liger",
-        "--no-checkpointing",
-    ]
-    yield Part("update-1.5b-kept", "the same, activations kept", [[*fsdp, *kept]], "vllm", 100)
-    short = ["--model", "0.5b", "--response-length", "512", "--turns", "2", "--liger"]
-    yield Part("update-0.5b", "an update against a plain loop", [[*fsdp, *short]], "vllm", 50)
-    seven = [
-        "--model",
-        "7b",
-        "--rows",
-        "8",
-        "--token-budget",
-        "8192",
-        "--response-length",
-        "512",
-        "2048",
-        "--turns",
-        "1",
-        "--liger",
-    ]
-    yield Part("update-7b", "an update against a plain loop", [[*fsdp, *seven]], "vllm", 200)
-    shape = [
-        "--device",
-        "cuda",
-        "--model",
-        "1.5b",
-        "--response-length",
-        "2048",
-        "--rows",
-        "32",
-        "--micro-batch-rows",
-        "8",
-    ]
-    yield Part("update-megatron", "Megatron beside FSDP", [[*megatron, *shape, "--also", "kernel"]], "vllm", 90)
+    once = "--turns 1 --liger"
+    shapes = {
+        "1.5b": (f"--model 1.5b --rows 24 --response-length 512 2048 8192 {once}", 170),
+        "1.5b-kept": (f"--model 1.5b --rows 24 --response-length 8192 --no-checkpointing {once}", 100),
+        "0.5b": ("--model 0.5b --response-length 512 --turns 2 --liger", 50),
+        "7b": (f"--model 7b --rows 8 --token-budget 8192 --response-length 512 2048 {once}", 200),
+    }
+    for name, (words, seconds) in shapes.items():
+        yield Part(f"update-{name}", "an update against a plain loop", [[*fsdp, *words.split()]], "vllm", seconds)
+    words = "--device cuda --model 1.5b --response-length 2048 --rows 32 --micro-batch-rows 8 --also kernel"
+    yield Part("update-megatron", "Megatron beside FSDP", [[*megatron, *words.split()]], "vllm", 90)
 
 
 def table(run: Path) -> list[str]:
