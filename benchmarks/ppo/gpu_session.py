@@ -200,15 +200,15 @@ def updates(options: argparse.Namespace) -> Iterator[Part]:
         yield Part("update-fsdp", "an update against a plain loop", [plain], "torch", 60)
         yield Part("update-megatron", "Megatron beside FSDP", [[*megatron, "--turns", "1"]], "torch", 60)
         return
-    once = "--turns 1 --liger"
-    shapes = {
-        "1.5b": (f"--model 1.5b --rows 24 --response-length 512 2048 8192 {once}", 170),
-        "1.5b-kept": (f"--model 1.5b --rows 24 --response-length 8192 --no-checkpointing {once}", 100),
-        "0.5b": ("--model 0.5b --response-length 512 --turns 2 --liger", 50),
-        "7b": (f"--model 7b --rows 8 --token-budget 8192 --response-length 512 2048 {once}", 200),
-    }
-    for name, (words, seconds) in shapes.items():
-        yield Part(f"update-{name}", "an update against a plain loop", [[*fsdp, *words.split()]], "vllm", seconds)
+    once, beside = "--turns 1 --liger", "an update against a plain loop"
+    for name, show, words, seconds in (
+        ("1.5b", beside, f"--rows 24 --response-length 512 2048 8192 {once}", 170),
+        ("1.5b-kept", "the same, activations kept", f"--rows 24 --response-length 8192 --no-checkpointing {once}", 100),
+        ("0.5b", beside, "--response-length 512 --turns 2 --liger", 50),
+        ("7b", beside, f"--rows 8 --token-budget 8192 --response-length 512 2048 {once}", 200),
+    ):
+        model = name.removesuffix("-kept")
+        yield Part(f"update-{name}", show, [[*fsdp, "--model", model, *words.split()]], "vllm", seconds)
     words = "--device cuda --model 1.5b --response-length 2048 --rows 32 --micro-batch-rows 8 --also kernel"
     yield Part("update-megatron", "Megatron beside FSDP", [[*megatron, *words.split()]], "vllm", 90)
 
