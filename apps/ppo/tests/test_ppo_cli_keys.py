@@ -139,10 +139,13 @@ def test_ppo_cli_values_are_taken_in_every_sensible_writing(base):
 def test_ppo_cli_home_folder_needs_no_quotes(base, monkeypatch, tmp_path, capsys):
     """Shells leave `~` alone behind `key=`, and Hydra takes it in quotes only."""
     monkeypatch.setenv("HOME", str(tmp_path))
-    config, problems = compose([*base, "data.train_files=~/x.parquet", "trainer.default_local_dir='~/run'"])
+    folders = ("default_local_dir", "resume_from_path", "rollout_data_dir", "validation_data_dir")
+    keys = [f"trainer.{name}='~/{name}'" for name in folders]
+    config, problems = compose([*base, "data.train_files=~/x.parquet", *keys])
     assert problems == []
     assert config.data.train_files == [f"{tmp_path}/x.parquet"]
-    assert config.trainer.default_local_dir == f"{tmp_path}/run"
+    for name in folders:
+        assert getattr(config.trainer, name) == f"{tmp_path}/{name}"
     assert main([*base, "actor_rollout_ref.model.path=~/none"]) == 2
     assert "actor_rollout_ref.model.path: there is no folder ~/none" in capsys.readouterr().err
 

@@ -218,7 +218,7 @@ class TrainerConfig:
         """Fill in the run folder; refuse counts below their least."""
         folder = self.default_local_dir or f"checkpoints/{self.project_name}/{self.experiment_name}"
         object.__setattr__(self, "default_local_dir", os.path.expanduser(folder))
-        for name in ("rollout_data_dir", "validation_data_dir"):
+        for name in ("resume_from_path", "rollout_data_dir", "validation_data_dir"):
             if getattr(self, name):
                 object.__setattr__(self, name, os.path.expanduser(getattr(self, name)))
         if isinstance(self.logger, str):
