@@ -83,7 +83,7 @@ class HfRollout(Adapter):
 
     def load_weights(self, bucket: Bucket) -> None:
         """Copy some weights into the live parameters, cast to their dtype."""
-        self._state.load(name for name, _ in bucket)
+        self._accept(bucket)
         for name, tensor in bucket:
             self._weights.load(name, tensor)
 
