@@ -142,7 +142,7 @@ def _model(checked: Checked, role: str, key: str, model: ModelConfig) -> ModelCo
 
 def _weights(checked: Checked, key: str, facts: ModelFacts) -> None:
     if not facts.has_weights:
-        checked.warn(key, f"{facts.folder} has no weight files; the run will stop where the model is loaded")
+        checked.warn(key, f"{facts.folder} has no weight files, and a run needs them")
 
 
 def _vocabulary(checked: Checked, key: str, model: ModelConfig, policy: ModelConfig | None) -> None:
