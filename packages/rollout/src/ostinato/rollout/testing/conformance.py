@@ -309,7 +309,7 @@ def check_checksums(make: MakeRollout, setting: Setting) -> None:
 
 
 def check_abandoned_load(make: MakeRollout, setting: Setting) -> None:
-    """A load that is given up half way is followed by a whole one, before the first whole one and after it."""
+    """A load that is given up half way is followed by a whole one; in a new engine before its first whole load too."""
     path, module = setting.model()
     rollout = make(setting.config(), path)
     name, tensor = next(iter(module.named_parameters()))
@@ -350,8 +350,8 @@ PROTOCOL_CHECKS: tuple[Check, ...] = (
     check_limits,
 )
 MODEL_CHECKS: tuple[Check, ...] = (check_greedy, check_log_probs, check_new_weights)
-# Of engines with memory of their own; they ask for `Checksums` and for an engine a configuration, all at one time.
 ENGINE_CHECKS: tuple[Check, ...] = (check_checksums, check_abandoned_load, check_distribution)
+"""Of engines with memory of their own. The engine is a `Checksums`; two of them are there at a time."""
 
 
 def checks(setting: Setting) -> tuple[Check, ...]:
