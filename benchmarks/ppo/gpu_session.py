@@ -56,7 +56,7 @@ class Part:
 
     Attributes:
         name: of its files.
-        show: which of the issue's points it belongs to.
+        show: what it shows.
         commands: run one after the other; a part fails with the first that does.
         engine: module that must be installed.
         seconds: how long it is expected to take.
@@ -110,17 +110,17 @@ def labs(options: argparse.Namespace) -> Iterator[Part]:
     grpo, rollout = "algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout"
     fresh = "trainer.resume_mode=disable"
     lab3 = app(options, "lab3-sglang", grpo, f"{rollout}.name=sglang", f"{rollout}.n=8", fresh)
-    yield Part("lab3-sglang", "1, and 2 at temperature 1", [lab3], "sglang", 240)
+    yield Part("lab3-sglang", "lab 3; log-probabilities at temperature 1", [lab3], "sglang", 240)
     vllm = f"{rollout}.name=vllm"
     lab6 = app(options, "lab6", grpo, vllm, f"{rollout}.n=8", *custom_reward(options), fresh)
-    yield Part("lab6", "1", [lab6], "vllm", 120)
+    yield Part("lab6", "lab 6", [lab6], "vllm", 120)
     ppo = app(
         options, "part2-ppo", "algorithm.adv_estimator=gae", vllm, "data.max_prompt_length=512",
         "data.max_response_length=512", "actor_rollout_ref.actor.optim.lr=1e-6",
         "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8", f"{rollout}.tensor_model_parallel_size=1",
         f"{rollout}.gpu_memory_utilization=0.4", f"critic.model.path={options.model}", "critic.optim.lr=1e-5", fresh,
     )  # fmt: skip
-    yield Part("part2-ppo", "1", [ppo], "vllm", 150)
+    yield Part("part2-ppo", "Part II, PPO", [ppo], "vllm", 150)
     offload = [f"actor_rollout_ref.actor.fsdp_config.{state}_offload=True" for state in ("param", "optimizer")]
     half = f"{rollout}.gpu_memory_utilization=0.5"
     two = "trainer.n_gpus_per_node=2"
@@ -131,7 +131,7 @@ def labs(options: argparse.Namespace) -> Iterator[Part]:
         str(options.out / "lab5" / "metrics.jsonl"),
     ]
     drawn = [*draw, "--out", str(options.out / "lab5.png")]
-    yield Part("lab5", "1, and its memory timeline", [lab5, drawn], "vllm", 180, gpus=2)
+    yield Part("lab5", "lab 5 and its memory timeline", [lab5, drawn], "vllm", 180, gpus=2)
     for engine in ("vllm", "sglang"):
         name, spread = f"{rollout}.name={engine}", f"{rollout}.tensor_model_parallel_size=2"
         # Heads of SmolLM2-135M divide by 3, not by 2: this one wants a model whose heads do.
@@ -171,10 +171,10 @@ def measurements(options: argparse.Namespace) -> Iterator[Part]:
         name, cooler = f"{rollout}.name={engine}", f"cooler-{engine}"
         little = f"{rollout}.gpu_memory_utilization=0.2"
         run = app(options, cooler, grpo, name, f"{rollout}.n=8", f"{rollout}.temperature=0.7", little, fresh)
-        yield Part(cooler, "2, temperature .7", [run], engine, 200)
+        yield Part(cooler, "log-probabilities at temperature .7", [run], engine, 200)
     for engine in ("sglang", "vllm"):
         command = [*bench_reshard, "--engine", engine, "--sizes", *sizes]
-        yield Part(f"reshard-{engine}", "3", [command], engine, 180)
+        yield Part(f"reshard-{engine}", "weights from FSDP into the engine", [command], engine, 180)
     curve = [
         grpo, f"{rollout}.name=vllm", f"{rollout}.n=8", *custom, "data.max_response_length=192",
         "actor_rollout_ref.actor.optim.lr=3e-5", "actor_rollout_ref.actor.ppo_mini_batch_size=16",
@@ -182,12 +182,18 @@ def measurements(options: argparse.Namespace) -> Iterator[Part]:
         f"{rollout}.gpu_memory_utilization=0.3",
     ]  # fmt: skip
     halves = [app(options, "curve", *curve, steps=steps, batch=32) for steps in ((2, 4) if options.cpu else (20, 40))]
-    yield Part("curve", "4; the second command resumes the first", halves, "vllm", 260)
+    yield Part("curve", "GRPO on GSM8K; the second command resumes the first", halves, "vllm", 260)
     if not options.cpu:
         liger = "actor_rollout_ref.model.use_liger=True"
         step = [sys.executable, str(HERE / "bench_step.py")]
-        yield Part("step-small", "5", [[*step, "small", str(options.model), liger]], "vllm", 70)
-        yield Part("reshard-7b", "3", [[*bench_reshard, "--sizes", "7b", "--repeat", "3"]], "vllm", 150)
+        yield Part("step-small", "one GRPO step", [[*step, "small", str(options.model), liger]], "vllm", 70)
+        yield Part(
+            "reshard-7b",
+            "weights from FSDP into the engine",
+            [[*bench_reshard, "--sizes", "7b", "--repeat", "3"]],
+            "vllm",
+            150,
+        )
 
 
 def updates(options: argparse.Namespace) -> Iterator[Part]:
@@ -249,7 +255,7 @@ def run_part(part: Part, options: argparse.Namespace) -> bool:
     seconds = time.perf_counter() - began
     told = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
     lines = [
-        f"\n## {part.name} (Show {part.show}): {'done' if code == 0 else f'FAILED with {code}'} in {seconds:.0f} s",
+        f"\n## {part.name} ({part.show}): {'done' if code == 0 else f'FAILED with {code}'} in {seconds:.0f} s",
         "",
     ]
     lines += [f"    {' '.join(['python', *command[1:]])}" for command in part.commands]

@@ -168,7 +168,8 @@ class RolloutConfig:
         max_num_batched_tokens: most prompt tokens run at once.
         max_model_len: most tokens of prompt and response together; None is the sum of both lengths.
         load_format: "dummy" builds the engine without reading weights, which come from the training engine.
-        update_weights_bucket_megabytes: size of the buckets that weights travel in.
+        update_weights_bucket_megabytes: what a bucket of weights takes, with room for the tensor that
+            comes next; a sync takes two.
         check_weights: after every sync compare a checksum of each weight in training and in the engine; for finding out
             whether an engine's loader changes weights, as it takes longer than the sync.
         log_prob_micro_batch_size_per_gpu: rows in one forward pass for log-probabilities; setting it switches dynamic

@@ -154,7 +154,7 @@ class SglangRollout(EngineAdapter):
         finally:
             # Python waits for children before it ends, and these would serve for ever. What is registered last runs
             # first.
-            atexit.register(_end_processes_of, weakref.ref(self))
+            atexit.register(_end_processes_of, weakref.ref(self), os.getpid())
             tracker = _resource_tracker()
             self._processes = [
                 child for child in psutil.Process().children() if child.pid not in before and child.pid != tracker
@@ -515,6 +515,7 @@ def _is_zombie(child: Any, psutil: Any) -> bool:
         return True
 
 
-def _end_processes_of(rollout: weakref.ref[SglangRollout]) -> None:
-    if (left := rollout()) is not None:
+def _end_processes_of(rollout: weakref.ref[SglangRollout], owner: int) -> None:
+    # A fork of the owner that ends has no say over its children.
+    if os.getpid() == owner and (left := rollout()) is not None:
         left._end_processes()
