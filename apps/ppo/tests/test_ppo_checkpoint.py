@@ -40,7 +40,7 @@ def save(checkpoints, step, write, state):
 
 def full_disk(folder):
     write(folder)
-    raise OSError(errno.ENOSPC, "No space left on device")
+    raise OSError(errno.ENOSPC, "No space left on device.")
 
 
 def test_checkpoint_save_leaves_whole_folder_and_latest(checkpoints):
@@ -59,7 +59,7 @@ def test_checkpoint_full_disk_is_named_and_leaves_the_older_one_in_force(checkpo
     save(checkpoints, 4, write, {"step": 4, "try": 1})
     save(checkpoints, step, full_disk, {"step": step})
     assert f"global_step_{step} could not be written; global_step_4 stays in force: " in caplog.text
-    assert "No space left on device" in caplog.text
+    assert "No space left on device. The run goes on; the next checkpoint tries anew" in caplog.text
     assert checkpoints.num_failed == 1
     assert [path.name for path in checkpoints.folder.glob("global_step_*")] == ["global_step_4"]
     assert checkpoints.driver_state(checkpoints.to_resume("auto"))["try"] == 1

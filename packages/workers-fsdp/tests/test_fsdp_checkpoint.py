@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import errno
+import resource
 import signal
 import threading
 
@@ -151,6 +152,18 @@ def test_save_in_the_background_tells_its_failure_where_it_is_waited_for(workspa
             failed.wait()
     driver.engine.save(tmp_path / "whole", background=True).wait()
     driver.engine.load(tmp_path / "whole")
+
+
+def test_save_on_a_disk_that_takes_only_a_part_names_the_disk(workspace, tmp_path):
+    """torch hides the system's error behind a position in the file; here a limit of size stands for the full disk."""
+    driver = start(fsdp(), workspace / "lm")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+    try:
+        with pytest.raises(CheckpointError, match=r"full cannot be written: rank 0: .*the disk is full"):
+            driver.engine.save(tmp_path / "full")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_save_in_the_background_that_loses_a_rank_says_so_and_leaves_the_earlier_one(workspace, tmp_path):

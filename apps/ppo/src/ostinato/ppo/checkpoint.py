@@ -196,7 +196,7 @@ class Checkpoints:
             reason = reason.replace(str(pending.partial), str(final))  # a folder that nobody will find
             self.failure = CheckpointError(f"checkpoint {final} could not be written; {self._in_force()}: {reason}")
             self.failure.__cause__ = error
-            logger.warning("%s. The run goes on; the next checkpoint tries anew", self.failure)
+            logger.warning("%s. The run goes on; the next checkpoint tries anew", str(self.failure).rstrip("."))
             with suppress(OSError, WorkerFailed):  # those that still write must not find their folder gone
                 pending.written(True)
             shutil.rmtree(pending.partial, ignore_errors=True)

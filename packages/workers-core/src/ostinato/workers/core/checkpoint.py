@@ -217,11 +217,18 @@ def named_failure(what: str, kind: type[OSError], *others: type[Exception], advi
         for cause, _ in error.failures.values():
             if isinstance(cause, KeyboardInterrupt):  # torch wraps this too; it is no failure of the checkpoint
                 raise cause from None
-        failures = [f"rank {rank}: {type(cause).__name__}: {cause}" for rank, (cause, _) in error.failures.items()]
+        failures = [f"rank {rank}: {_said(cause)}" for rank, (cause, _) in error.failures.items()]
         raise kind(f"{what}: {'; '.join(failures)}{end}") from error
     except (OSError, RuntimeError, *others) as error:
         where = f"rank {dist.get_rank()}: " if dist.is_initialized() else ""
-        raise kind(f"{what}: {where}{type(error).__name__}: {error}{end}") from error
+        raise kind(f"{what}: {where}{_said(error)}{end}") from error
+
+
+def _said(error: BaseException) -> str:
+    """An error's type and text; torch's writer hides the system's own error where the disk takes only a part."""
+    text = f"{type(error).__name__}: {error}".rstrip(".")
+    short = "inline_container" in text and "unexpected pos" in text
+    return f"{text} (a file was cut short: the disk is full, or files may not be that large)" if short else text
 
 
 @dataclass(frozen=True)
