@@ -77,6 +77,10 @@ def make_sample(path: Path, prompts: int = 24, responses: int = 8, seed: int = 0
 
 def read_dump(path: Path) -> list[dict[str, Any]]:
     """The rows of a JSONL or parquet file."""
+    if path.is_dir():
+        found = sorted(path.glob("*.jsonl"), key=lambda file: (len(file.name), file.name))
+        last = f", the last of them {found[-1]}" if found else ""
+        sys.exit(f"{path}: expected a file of one step, got a folder with {len(found)} of them{last}")
     if path.suffix == ".parquet":
         try:
             from pyarrow.parquet import read_table

