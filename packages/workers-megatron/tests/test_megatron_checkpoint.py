@@ -68,6 +68,14 @@ def test_megatron_checkpoint_keeps_skipped_steps_and_the_runs_own_settings(megat
         start(megatron(**PLAIN), megatron_workspace / "lm").engine.load(tmp_path / "one")
 
 
+def test_megatron_folder_that_cannot_be_made_is_the_checkpoints_failure(megatron_workspace, tmp_path):
+    """Rank 0 makes it, and the others wait for what it says."""
+    driver = start(megatron(), megatron_workspace / "lm")
+    (tmp_path / "file").write_text("not a folder")
+    with pytest.raises(CheckpointError, match="file/1 cannot be written: rank 0: NotADirectoryError"):
+        driver.engine.save(tmp_path / "file" / "1")
+
+
 def test_megatron_frozen_model_reads_a_trained_ones_checkpoint(megatron_workspace, tmp_path):
     trained = start(megatron(), megatron_workspace / "lm")
     trained.train(make_rows(2, seed=1))

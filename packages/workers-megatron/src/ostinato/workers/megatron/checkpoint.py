@@ -61,15 +61,26 @@ def save(
     state["counters"] = dict(counters)
     state["distributed"] = _distributed(optimizer)
     state["random"] = _random_state(device)
-    if dist.get_rank() == 0:
-        path.mkdir(parents=True, exist_ok=True)
-        (path / METADATA).unlink(missing_ok=True)
-    dist.barrier()
+    _make_folder(path)
     with _named(f"checkpoint {path} cannot be written", not_in_force(METADATA)):
         if writer is not None:
             return writer.start(path, state, dict(FORMAT))
         checkpointing.save(state, str(path), content_metadata=dict(FORMAT))
     return None
+
+
+def _make_folder(path: Path) -> None:
+    """Make a checkpoint's folder, or take an old one out of force; collective, so that a failure reaches all ranks."""
+    failure: list[str | None] = [None]
+    if dist.get_rank() == 0:
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            (path / METADATA).unlink(missing_ok=True)
+        except OSError as error:
+            failure = [f"{type(error).__name__}: {error}"]
+    dist.broadcast_object_list(failure, src=0)
+    if failure[0] is not None:
+        raise CheckpointError(f"checkpoint {path} cannot be written: rank 0: {failure[0]}. {not_in_force(METADATA)}")
 
 
 def load(
