@@ -222,7 +222,9 @@ def test_ppo_bad_input_checkpoint_of_a_run_without_a_critic(command, tmp_path):
     assert f"ostinato-ppo: {tmp_path}/run/global_step_1 holds no critic" in error
     code, _, error = command(**{"data.train_batch_size": 16, "trainer.total_training_steps": 2})
     assert code == 1
-    assert "written over other training data (batch_size: 8 then, 16 now)" in error
+    assert "written with another setting (data.train_batch_size: 8 then, 16 now)" in error
+    assert "resume with data.train_batch_size=8, or start anew with trainer.resume_mode=disable" in error
+    assert "other training data" not in error
 
 
 def test_ppo_bad_input_checkpoint_without_run_json_of_another_model(toy, command, tmp_path):

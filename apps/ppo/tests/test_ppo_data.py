@@ -178,12 +178,23 @@ def test_resume_twice_is_like_resuming_once(tmp_path: Path, tokenizer: PreTraine
     assert seen == whole
 
 
-@pytest.mark.parametrize("change", [{"train_batch_size": 4}, {"seed": 2}, {"shuffle": False}, {"rows": 10}])
-def test_resume_over_other_data_is_refused(tmp_path: Path, tokenizer: PreTrainedTokenizerFast, change: dict[str, Any]):
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"train_batch_size": 4}, r"another setting \(data.train_batch_size: 2 then, 4 now\).*train_batch_size=2,"),
+        ({"seed": 2, "shuffle": False}, r"\(data.shuffle: True then, False now; data.seed: 1 then, 2 now\)"),
+        ({"rows": 10}, r"other training data \(prompts: 8 then, 10 now"),
+        ({"rows": 10, "seed": 2}, r"other training data \(prompts: 8 then, 10 now; data.seed: 1 then"),
+    ],
+)
+def test_resume_over_other_data_or_with_other_settings_is_refused(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, change: dict[str, Any], told: str
+):
+    """What changed is told by its key, and not as the data where that is the same."""
     state = schedule_of(tmp_path, tokenizer, 8, trainer()).state_dict()
     keys = dict(change)
     other = schedule_of(tmp_path, tokenizer, keys.pop("rows", 8), trainer(), **keys)
-    with pytest.raises(DataError, match=r"other training data \(.* then, .* now.*resume_mode=disable"):
+    with pytest.raises(DataError, match=f"{told}.*resume_mode=disable"):
         other.load_state_dict(state)
 
 

@@ -130,14 +130,9 @@ class PromptLoader:
             DataError: the state is of other data, or of another batch size, seed or order.
         """
         mine, theirs = self._identity(), state["data"]
-        changed = [
-            f"{name}: {theirs.get(name)!r} then, {mine[name]!r} now" for name in mine if mine[name] != theirs.get(name)
-        ]
+        changed = [name for name in mine if mine[name] != theirs.get(name)]
         if changed:
-            raise DataError(
-                f"the checkpoint was written over other training data ({'; '.join(changed)}): set it back, or start "
-                "anew with trainer.resume_mode=disable"
-            )
+            raise DataError(_other_run(changed, theirs, mine))
         self.epoch, self.position = state["epoch"], state["position"]
         if self.position == len(self):  # saved at an epoch's end: nothing of it is left
             self.epoch, self.position = self.epoch + 1, 0
@@ -154,6 +149,24 @@ class PromptLoader:
             "seed": batches.seed,
             "fingerprint": self.dataset.fingerprint(),
         }
+
+
+_SETTINGS = {"batch_size": "data.train_batch_size", "shuffle": "data.shuffle", "seed": "data.seed"}
+
+
+def _other_run(changed: list[str], theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> str:
+    """Why a loader's state is not this run's: by the settings' keys where they alone changed, and not the data."""
+    told = "; ".join(f"{_SETTINGS.get(name, name)}: {theirs.get(name)!r} then, {mine[name]!r} now" for name in changed)
+    if not set(changed) <= set(_SETTINGS):
+        return (
+            f"the checkpoint was written over other training data ({told}): set it back, or start anew with "
+            "trainer.resume_mode=disable"
+        )
+    back = " ".join(f"{_SETTINGS[name]}={theirs.get(name)!r}" for name in changed)
+    return (
+        f"the checkpoint was written with another setting ({told}), and its place in the training data counts for that "
+        f"one alone: resume with {back}, or start anew with trainer.resume_mode=disable"
+    )
 
 
 class Schedule:
