@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import importlib.util
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from ostinato.ppo import preflight_megatron
 from ostinato.ppo.config import PpoConfig
-from ostinato.ppo.facts import ModelFacts
+from ostinato.ppo.facts import ModelFacts, read_model
 from ostinato.ppo.placement import ENGINES, place
 from ostinato.ppo.plan import memory_plan
-from ostinato.ppo.preflight import Checked
+from ostinato.ppo.preflight import Checked, examine
+from ostinato.ppo.testing import write_model
 from ostinato.workers.core.factory import find_engine
 
 ACTOR, REF = "actor_rollout_ref.actor", "actor_rollout_ref.ref"
+WEIGHTS = "pytorch_model.bin"
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 6}
 
 
@@ -29,7 +32,7 @@ def checked(tmp_path, *, ranks=4, model=None, **settings) -> Checked:
             section = section.setdefault(part, {})
         section[name] = value
     config = PpoConfig.from_mapping(values)
-    facts = ModelFacts(tmp_path, {**HEADS, **(model or {})}, True, 1000)
+    facts = ModelFacts(tmp_path, {**HEADS, **(model or {})}, "safetensors", 1000)
     found = Checked(config, models={"actor": facts, "critic": facts})
     preflight_megatron.megatron(found)
     return found
@@ -85,6 +88,28 @@ def test_ppo_megatron_refuses_before_anything_starts(tmp_path, settings, key, te
     problems = {problem.key: problem.text for problem in found.problems}
     assert key in problems
     assert text in problems[key]
+
+
+@pytest.mark.parametrize("role", ["actor_rollout_ref", "critic", "reward_model"])
+def test_ppo_megatron_folder_with_bin_weights_alone_is_refused_with_what_converts_it(role, make, tmp_path):
+    """Before Ray starts, which the engine's own refusal comes after; the command that it gives does what it says."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    folder = Path(write_model(tmp_path / "bare"))
+    paths = {f"{name}.model.path": str(tmp_path / "model") for name in ("actor_rollout_ref", "critic", "reward_model")}
+    wanted = {"algorithm.adv_estimator": "gae", "reward_model.enable": True, **paths, f"{role}.model.path": str(folder)}
+    strategy = f"{ACTOR if role == 'actor_rollout_ref' else role}.strategy"
+    config = make(**wanted, **{strategy: "megatron"})
+    assert examine(config).problems == []  # no weights at all: a warning, as for every engine
+    torch.save(AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).state_dict(), folder / WEIGHTS)
+    assert examine(make(**wanted)).problems == []
+    [problem] = examine(config).problems
+    assert (problem.key, problem.also) == (f"{role}.model.path", (strategy,))
+    assert "pytorch_model*.bin alone, and the Megatron engine reads *.safetensors" in problem.text
+    exec(problem.text.partition('python -c "')[2].partition('"')[0], {})
+    assert examine(config).problems == []
+    assert read_model(str(folder)).weight_format == "safetensors"
 
 
 def test_ppo_megatron_layout_that_fits_is_not_refused(tmp_path):

@@ -10,7 +10,7 @@ import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 _VOCABULARY = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 _CONTEXT = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_sequence_length")
@@ -27,14 +27,19 @@ class ModelFacts:
     Attributes:
         folder: where it lies.
         config: its `config.json`, with the run's overrides; the text part of a multi-modal one.
-        has_weights: whether there are weight files.
+        weight_format: `safetensors` or `bin` (`pytorch_model*.bin`); None where there are no weight files.
         num_parameters: from the weight files, else an estimate from the config; None where neither tells.
     """
 
     folder: Path
     config: Mapping[str, Any]
-    has_weights: bool
+    weight_format: Literal["safetensors", "bin"] | None
     num_parameters: int | None
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether there are weight files."""
+        return self.weight_format is not None
 
     @property
     def architecture(self) -> str:
@@ -130,7 +135,7 @@ def read_model(path: str, overrides: Mapping[str, Any] | None = None) -> ModelFa
     weights = sorted(folder.glob("*.safetensors"))
     others = list(folder.glob("pytorch_model*.bin"))  # the other form that transformers loads; .gguf and .pt are not
     counted = sum(_parameters_in(file) for file in weights) or _parameters_by_shape(config)
-    return ModelFacts(folder, config, bool(weights or others), counted)
+    return ModelFacts(folder, config, "safetensors" if weights else "bin" if others else None, counted)
 
 
 def read_tokenizer(path: str) -> TokenizerFacts:

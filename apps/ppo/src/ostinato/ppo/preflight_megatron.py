@@ -33,7 +33,27 @@ def megatron(checked: Checked) -> None:
         owner, holder = ("actor_rollout_ref", hybrid) if role in (ACTOR, REF) else (role, section)
         for key, text in foreign_settings(holder.model, getattr(section, "optim", None)):
             checked.refuse(f"{owner if key.startswith('model.') else role}.{key}", text, f"{role}.strategy")
+        if role != REF:  # the actor's folder
+            _weights(checked, role, f"{owner}.model.path")
     _alike(checked, roles)
+
+
+def _weights(checked: Checked, role: str, key: str) -> None:
+    """The engine reads safetensors alone; a folder without any weights is told of where the run starts."""
+    facts = checked.models.get("actor" if role == ACTOR else role)
+    if facts is None or facts.weight_format != "bin":
+        return
+    name = (facts.config.get("architectures") or ["AutoModelForCausalLM"])[0]
+    convert = (
+        f"from transformers import {name} as Model; path = {str(facts.folder)!r}; "
+        "Model.from_pretrained(path, dtype='auto').save_pretrained(path)"
+    )
+    checked.refuse(
+        key,
+        f"{facts.folder} has its weights in pytorch_model*.bin alone, and the Megatron engine reads *.safetensors; "
+        f'write them beside with: python -c "{convert}", or take strategy=fsdp',
+        f"{role}.strategy",
+    )
 
 
 def _alike(checked: Checked, roles: list[tuple[str, Any, int]]) -> None:
