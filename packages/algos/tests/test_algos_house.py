@@ -172,6 +172,7 @@ CALLS = {
     "token_log_probs_and_entropy_from_hidden": ((torch.zeros(N, D), torch.zeros(V, D), LABELS), {}),
     "token_log_probs_from_hidden": ((torch.zeros(N, D), torch.zeros(V, D), LABELS), {}),
     "token_sum_pi_squared": ((torch.zeros(N, V),), {}),
+    "token_sum_pi_squared_from_hidden": ((torch.zeros(N, D), torch.zeros(V, D)), {}),
     "value_loss": ((TOKENS, TOKENS, TOKENS, MASK, 0.5), {}),
     "vanilla": (LOSS, {"clip_ratio_c": None}),
 }

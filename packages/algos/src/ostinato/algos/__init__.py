@@ -19,7 +19,11 @@ from ostinato.algos.errors import (
     SingletonGroupWarning,
     UnknownNameError,
 )
-from ostinato.algos.fused import token_log_probs_and_entropy_from_hidden, token_log_probs_from_hidden
+from ostinato.algos.fused import (
+    token_log_probs_and_entropy_from_hidden,
+    token_log_probs_from_hidden,
+    token_sum_pi_squared_from_hidden,
+)
 from ostinato.algos.group_advantages import (
     gdpo,
     gpg,
@@ -118,6 +122,7 @@ __all__ = [
     "token_log_probs_and_entropy_from_hidden",
     "token_log_probs_from_hidden",
     "token_sum_pi_squared",
+    "token_sum_pi_squared_from_hidden",
     "value_loss",
     "vanilla",
 ]

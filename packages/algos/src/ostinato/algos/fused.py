@@ -20,9 +20,9 @@ from ostinato.algos.logprob import (
     chunk_gradient,
     chunk_rows,
     chunk_statistics,
+    chunk_sum_pi_squared,
     compute_dtype,
     part_of,
-    scaled_log_softmax,
 )
 
 
@@ -38,11 +38,21 @@ def _without_autocast(device: str) -> AbstractContextManager[object]:
     return torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext()
 
 
+def _halves_on_a_gpu(a: Tensor) -> bool:
+    return a.is_cuda and a.dtype in (torch.bfloat16, torch.float16)
+
+
 def _product(a: Tensor, b: Tensor) -> Tensor:
     """The matrix product; a GPU hands the float32 sums of halves over unrounded."""
-    if a.device.type == "cuda" and a.dtype in (torch.bfloat16, torch.float16):
-        return torch.mm(a, b, out_dtype=torch.float32)
-    return a @ b
+    return torch.mm(a, b, out_dtype=torch.float32) if _halves_on_a_gpu(a) else a @ b
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add a @ b to the total; of halves on a GPU without a float32 product in between."""
+    if _halves_on_a_gpu(a) and total.dtype == torch.float32:
+        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)  # pyright: ignore[reportCallIssue]
+    else:
+        total += _product(a, b)
 
 
 class _FromHidden(torch.autograd.Function):
@@ -59,8 +69,8 @@ class _FromHidden(torch.autograd.Function):
         with _without_autocast(hidden.device.type):
             for start in range(0, hidden.shape[0], rows):
                 part = slice(start, start + rows)
-                log_p = scaled_log_softmax(_product(hidden[part].to(dtype), head.T), temperature)
-                chosen, some_entropies = chunk_statistics(log_p, labels[part], entropy)
+                logits = _product(hidden[part].to(dtype), head.T)
+                chosen, some_entropies = chunk_statistics(logits, labels[part], temperature, entropy)
                 if chosen is not None:
                     log_probs[part] = chosen
                 if some_entropies is not None:
@@ -86,18 +96,26 @@ class _FromHidden(torch.autograd.Function):
                 part = slice(start, start + ctx.rows)
                 rows = hidden[part].to(ctx.dtype)
                 dz = chunk_gradient(
-                    scaled_log_softmax(_product(rows, head.T), ctx.temperature),
+                    _product(rows, head.T),
                     labels[part],
+                    ctx.temperature,
                     part_of(grad_log_probs, part),
                     part_of(entropies, part),
                     part_of(grad_entropies, part),
+                    ctx.dtype,
                 )
-                dz = (dz / ctx.temperature).to(ctx.dtype)
                 if grad_hidden is not None:
                     grad_hidden[part] = dz @ head
                 if grad_weight is not None:
-                    grad_weight += _product(dz.T, rows)
+                    _add_product(grad_weight, dz.T, rows)
         return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None, None
+
+
+def _check_weight(where: str, hidden: Tensor, weight: Tensor) -> None:
+    if weight.dim() != 2 or weight.shape[1] != hidden.shape[1]:
+        raise ShapeError(
+            f"{where}: weight must be (V, {hidden.shape[1]}), vocabulary by hidden size; got {tuple(weight.shape)}"
+        )
 
 
 def _apply(
@@ -110,10 +128,7 @@ def _apply(
     entropy: bool,
 ) -> tuple[Tensor, Tensor]:
     check_positions(where, hidden, labels, temperature)
-    if weight.dim() != 2 or weight.shape[1] != hidden.shape[1]:
-        raise ShapeError(
-            f"{where}: weight must be (V, {hidden.shape[1]}), vocabulary by hidden size; got {tuple(weight.shape)}"
-        )
+    _check_weight(where, hidden, weight)
     rows = chunk_rows(chunk_size, weight.shape[0])
     return _FromHidden.apply(hidden, weight, labels, temperature, rows, entropy)
 
@@ -173,3 +188,36 @@ def token_log_probs_and_entropy_from_hidden(
         ArgumentError: the temperature or the chunk size is out of range.
     """
     return _apply("token_log_probs_and_entropy_from_hidden", hidden, weight, labels, temperature, chunk_size, True)
+
+
+@torch.no_grad()
+def token_sum_pi_squared_from_hidden(
+    hidden: Hidden, weight: HeadWeight, temperature: float = 1.0, *, chunk_size: int | None = None
+) -> PositionFloats:
+    """`token_sum_pi_squared(hidden @ weight.T, temperature)` without the logits; no gradient.
+
+    Args:
+        hidden: (N, D) last hidden states at the predicting positions.
+        weight: (V, D) of the LM head.
+        temperature: T, above 0.
+        chunk_size: positions a chunk; None bounds a chunk at 64 MiB of float32.
+
+    Returns:
+        (N,) between 1/V and 1, float32 (float64 for float64 hidden states).
+
+    Raises:
+        ShapeError: hidden and weight do not fit.
+        ArgumentError: the temperature or the chunk size is out of range.
+    """
+    where = "token_sum_pi_squared_from_hidden"
+    check_positions(where, hidden, None, temperature)
+    _check_weight(where, hidden, weight)
+    dtype = _matmul_dtype(hidden)
+    head = weight.to(dtype)
+    out = hidden.new_empty(hidden.shape[0], dtype=torch.promote_types(dtype, torch.float32))
+    rows = chunk_rows(chunk_size, weight.shape[0])
+    with _without_autocast(hidden.device.type):
+        for start in range(0, hidden.shape[0], rows):
+            part = slice(start, start + rows)
+            out[part] = chunk_sum_pi_squared(_product(hidden[part].to(dtype), head.T), temperature)
+    return out

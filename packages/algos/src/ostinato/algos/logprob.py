@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ostinato.algos._checks import check_positive
+from ostinato.algos._one_pass import in_one_pass
 from ostinato.algos._typing import Logits, PositionFloats, PositionLabels
 from ostinato.algos.errors import ArgumentError, ShapeError
 
@@ -52,8 +53,12 @@ def scaled_log_softmax(logits: Tensor, temperature: float) -> Tensor:
     return (wide if temperature == 1.0 else wide / temperature).log_softmax(-1)
 
 
-def chunk_statistics(log_p: Tensor, labels: Tensor | None, entropy: bool) -> tuple[Tensor | None, Tensor | None]:
-    """Of log-probabilities (n, V): those of the labels, and the entropies."""
+@in_one_pass
+def chunk_statistics(
+    logits: Tensor, labels: Tensor | None, temperature: float, entropy: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """Of logits (n, V): the labels' log-probabilities and the entropies, (n,) each in the compute dtype."""
+    log_p = scaled_log_softmax(logits, temperature)
     chosen = None if labels is None else log_p.gather(-1, labels[:, None]).squeeze(-1)
     if not entropy:
         return chosen, None
@@ -62,14 +67,18 @@ def chunk_statistics(log_p: Tensor, labels: Tensor | None, entropy: bool) -> tup
     return chosen, -torch.where(p > 0, p * log_p, p.new_zeros(())).sum(-1)
 
 
+@in_one_pass
 def chunk_gradient(
-    log_p: Tensor,
+    logits: Tensor,
     labels: Tensor | None,
+    temperature: float,
     grad_log_probs: Tensor | None,
     entropies: Tensor | None,
     grad_entropies: Tensor | None,
+    dtype: torch.dtype,
 ) -> Tensor:
-    """Gradient of scaled logits (n, V): g·(onehot − p) for log-probabilities, −g·p·(log p + H) for entropies."""
+    """Gradient of logits (n, V): g·(onehot − p)/T for log-probabilities, −g·p·(log p + H)/T for entropies."""
+    log_p = scaled_log_softmax(logits, temperature)
     gradient = log_p.exp()
     surprise = None
     if grad_entropies is not None and entropies is not None:
@@ -79,8 +88,24 @@ def chunk_gradient(
     # A chunk is as large as memory allows: every pass over it counts.
     gradient *= 0.0 if chosen is None else -chosen[:, None]
     if chosen is not None and labels is not None:
-        gradient.scatter_add_(-1, labels[:, None], chosen[:, None].to(gradient.dtype))
-    return gradient if surprise is None else gradient - surprise
+        gradient = _add_at(gradient, labels, chosen.to(gradient.dtype))
+    if surprise is not None:
+        gradient = gradient - surprise
+    return (gradient if temperature == 1.0 else gradient / temperature).to(dtype)
+
+
+def _add_at(rows: Tensor, columns: Tensor, values: Tensor) -> Tensor:
+    """Add a value to one column of each row; `rows` is used up."""
+    if torch.compiler.is_compiling():  # scattered, it would be written out and read once more
+        here = torch.arange(rows.shape[1], device=rows.device) == columns[:, None]
+        return rows + torch.where(here, values[:, None], 0.0)
+    return rows.scatter_add_(-1, columns[:, None], values[:, None])
+
+
+@in_one_pass
+def chunk_sum_pi_squared(logits: Tensor, temperature: float) -> Tensor:
+    """Σ π² of logits (n, V), (n,) in the compute dtype."""
+    return scaled_log_softmax(logits, temperature).exp().square().sum(-1)
 
 
 def part_of(tensor: Tensor | None, part: slice) -> Tensor | None:
@@ -99,8 +124,7 @@ class _FromLogits(torch.autograd.Function):
         entropies = torch.zeros_like(log_probs)
         for start in range(0, logits.shape[0], rows):
             part = slice(start, start + rows)
-            log_p = scaled_log_softmax(logits[part], temperature)
-            chosen, some_entropies = chunk_statistics(log_p, part_of(labels, part), entropy)
+            chosen, some_entropies = chunk_statistics(logits[part], part_of(labels, part), temperature, entropy)
             if chosen is not None:
                 log_probs[part] = chosen
             if some_entropies is not None:
@@ -117,14 +141,15 @@ class _FromLogits(torch.autograd.Function):
         gradient = torch.empty_like(logits)
         for start in range(0, logits.shape[0], ctx.rows):
             part = slice(start, start + ctx.rows)
-            dz = chunk_gradient(
-                scaled_log_softmax(logits[part], ctx.temperature),
+            gradient[part] = chunk_gradient(
+                logits[part],
                 part_of(labels, part),
+                ctx.temperature,
                 part_of(grad_log_probs, part),
                 part_of(entropies, part),
                 part_of(grad_entropies, part),
+                gradient.dtype,
             )
-            gradient[part] = dz if ctx.temperature == 1.0 else dz / ctx.temperature
         return gradient, None, None, None, None
 
 
@@ -218,7 +243,7 @@ def token_sum_pi_squared(logits: Logits, temperature: float = 1.0, *, chunk_size
     rows = chunk_rows(chunk_size, logits.shape[1])
     for start in range(0, logits.shape[0], rows):
         part = slice(start, start + rows)
-        out[part] = scaled_log_softmax(logits[part], temperature).exp().square().sum(-1)
+        out[part] = chunk_sum_pi_squared(logits[part], temperature)
     return out
 
 

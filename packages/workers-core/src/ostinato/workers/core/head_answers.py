@@ -12,7 +12,7 @@ import torch
 from ostinato.algos import (
     token_log_probs_and_entropy_from_hidden,
     token_log_probs_from_hidden,
-    token_sum_pi_squared,
+    token_sum_pi_squared_from_hidden,
 )
 from ostinato.workers.core.engine import TokenOutputs
 
@@ -54,9 +54,7 @@ def head_answers(
     result: Any = read(hidden, weight, labels, temperature, chunk_size=rows)
     answers = list(result) if entropy else [result]
     if sum_pi_squared:
-        with torch.no_grad():
-            parts = [token_sum_pi_squared(part @ weight.T, temperature) for part in hidden.split(rows)]
-        answers.append(torch.cat(parts))
+        answers.append(token_sum_pi_squared_from_hidden(hidden, weight, temperature, chunk_size=rows))
     return [answer.float() for answer in answers]
 
 
