@@ -12,6 +12,7 @@ time is that of the process, so that a busy machine changes little; on a GPU it 
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import json
 import math
@@ -271,12 +272,10 @@ def matmul_rate(device: torch.device) -> float:
     return 2 * size**3 * runs / best
 
 
-def measure(
-    setting: Setting, variants: list[Callable[[Setting], Any]], turns: int, rate: float
-) -> list[dict[str, Any]]:
+def measure(setting: Setting, variants: list[str], turns: int, rate: float) -> list[dict[str, Any]]:
     """One line a variant; on a GPU only one of them is in memory at a time."""
     if setting.device.type == "cpu":
-        made = [variant(setting) for variant in variants]
+        made = [VARIANTS[name](setting) for name in variants]
         times: list[dict[str, list[float]]] = [{"update": [], "log_probs": []} for _ in made]
         for turn in range(turns + 1):
             for each, found in zip(made, times, strict=True):
@@ -286,9 +285,9 @@ def measure(
                         found[call].append(taken)
         return [line(each.name, setting, found, {}, rate) for each, found in zip(made, times, strict=True)]
     lines = []
-    for variant in variants:
+    for name in variants:
         try:
-            each = variant(setting)
+            each = VARIANTS[name](setting)
             found = {"update": [], "log_probs": []}
             memory = {}
             for call in found:
@@ -297,7 +296,7 @@ def measure(
                 found[call] = [seconds(getattr(each, call), setting.device) for _ in range(turns)]
             lines.append(line(each.name, setting, found, memory, rate))
         except torch.OutOfMemoryError:
-            lines.append({"variant": variant.__name__, "out_of_memory": True})
+            lines.append({"variant": name, "out_of_memory": True})
         each = None
         gc.collect()
         torch.cuda.empty_cache()
@@ -323,12 +322,11 @@ def line(
     return result
 
 
-def padded(setting: Setting) -> Plain:
-    return Plain(setting, packing=False)
-
-
-def packed(setting: Setting) -> Plain:
-    return Plain(setting, packing=True)
+VARIANTS: dict[str, Callable[[Setting], Any]] = {
+    "ostinato": Ours,
+    "padded": functools.partial(Plain, packing=False),
+    "packed": functools.partial(Plain, packing=True),
+}
 
 
 def main() -> None:
@@ -340,6 +338,7 @@ def main() -> None:
     parser.add_argument("--token-budget", type=int, default=None, help="default: 2048 on a CPU, 32768 on a GPU")
     parser.add_argument("--no-checkpointing", action="store_true", help="keep activations, in all variants")
     parser.add_argument("--liger", action="store_true", help="`model.use_liger` of this engine")
+    parser.add_argument("--variants", choices=VARIANTS, nargs="+", default=list(VARIANTS))
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--json", type=Path, default=None, help="write the results there too")
     options = parser.parse_args()
@@ -364,7 +363,7 @@ def main() -> None:
             print(
                 f"\nresponses up to {response}: {setting.num_real} tokens, padded {setting.num_padded} ({ratio:.2f} x)"
             )
-            lines = measure(setting, [Ours, padded, packed], options.turns, rate)
+            lines = measure(setting, options.variants, options.turns, rate)
             for each in lines:
                 print(json.dumps(each))
             by_name = {each["variant"]: each for each in lines if "update" in each}
