@@ -310,7 +310,7 @@ def main() -> None:
     """Run what is asked for, what fits, and what can run here."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, help="SmolLM2-135M-Instruct")
-    parser.add_argument("--model-for-tp", type=Path, help="a model whose heads divide by 2 (default: --model)")
+    parser.add_argument("--model-for-tp", type=Path, help="its heads divide by 2 (default: --model; pad_heads.py)")
     parser.add_argument("--data", type=Path)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seconds", type=float, default=1500)
