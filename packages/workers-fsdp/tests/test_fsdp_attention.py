@@ -2,11 +2,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ostinato.workers.core.config import ModelConfig
 from ostinato.workers.core.testing.conformance import assert_near
 from ostinato.workers.core.testing.oracle import STILL, make_rows, start
-from ostinato.workers.fsdp import FsdpEngine
+from ostinato.workers.fsdp import FsdpEngine, attention
 from ostinato.workers.fsdp.attention import choose_attention, varlen_attention
 from ostinato.workers.fsdp.errors import ModelLoadError
 from ostinato.workers.fsdp.testing import fsdp
@@ -64,6 +65,23 @@ def test_varlen_sliding_window_sees_so_many_tokens():
     keys, values = key.repeat_interleave(2, 1), value.repeat_interleave(2, 1)
     expected = torch.nn.functional.scaled_dot_product_attention(query, keys, values, attn_mask=mask).transpose(1, 2)
     torch.testing.assert_close(out, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_varlen_in_half_precision_on_a_gpu_runs_the_kernel_of_all_engines(monkeypatch, dtype):
+    def kernel(query, key, value, cu_seqlens, longest, *, scale, window):
+        asked.append(([x.shape for x in (query, key, value)], cu_seqlens, longest, scale, window))
+        return query
+
+    asked, cu_seqlens = [], torch.tensor([0, 5, 9], dtype=torch.int32)
+    monkeypatch.setattr(attention, "attend_within_rows", kernel)
+    with FakeTensorMode():
+        rows = [torch.empty(1, heads, 9, 64, device="cuda", dtype=dtype) for heads in (4, 2, 2)]
+        out, _ = varlen_attention(
+            torch.nn.Identity(), *rows, None, 0.3, sliding_window=2, cu_seq_lens_q=cu_seqlens, max_length_q=5
+        )
+    assert out.shape == (1, 9, 4, 64)
+    assert asked == [([(9, 4, 64), (9, 2, 64), (9, 2, 64)], cu_seqlens, 5, 0.3, 2)]
 
 
 def test_varlen_refuses_what_it_would_get_wrong():

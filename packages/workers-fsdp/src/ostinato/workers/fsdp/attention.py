@@ -1,13 +1,12 @@
 """Attention over packed rows whose cost grows with the rows' lengths, not with the length of the pack.
 
 transformers' own `sdpa` keeps packed rows apart with a dense T × T mask and computes all of it. `varlen` does no work
-between rows: half precision on a GPU hands the boundaries to PyTorch's variable-length kernel, anything else runs rows
-of like length as one padded batch.
+between rows: half precision on a GPU hands the boundaries to a kernel (`ostinato.workers.core.row_attention`), anything
+else runs rows of like length as one padded batch.
 """
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
+from ostinato.workers.core.row_attention import KERNEL_WIDTH, attend_within_rows
 from ostinato.workers.fsdp.errors import ModelLoadError
 from ostinato.workers.fsdp.ulysses import heads_of_all_tokens, tokens_with_all_heads
 
@@ -56,7 +56,7 @@ def has_plain_attention(module: nn.Module) -> bool:
         and getattr(config, "attn_logit_softcapping", None) is None
         and getattr(config, "kv_lora_rank", None) is None
         and kinds <= {"full_attention", "sliding_attention"}
-        and head_size <= 256
+        and head_size <= KERNEL_WIDTH
         and not any(name.endswith("sinks") for name, _ in module.named_parameters())
     )
 
@@ -76,7 +76,7 @@ def varlen_attention(
 ) -> tuple[torch.Tensor, None]:
     """Causal attention inside each row, with transformers' calling convention.
 
-    Half precision on a GPU runs PyTorch's variable-length kernel; anything else runs rows of like length together.
+    Half precision on a GPU runs `attend_within_rows`; anything else runs rows of like length together.
 
     Args:
         module: The attention layer; only for error texts.
@@ -118,33 +118,10 @@ def _within_rows(
     longest: int,
 ) -> torch.Tensor:
     """`varlen_attention` where one rank has all tokens of its heads."""
-    window = (-1 if sliding_window is None else sliding_window - 1, 0)
     if query.device.type == "cuda" and query.dtype in _HALF:
-        return _kernel(query, key, value, scaling, window, cu_seqlens, longest)[None]
-    return _padded(query, key, value, scaling, window[0], cu_seqlens)
-
-
-def _kernel(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    scaling: float | None,
-    window: tuple[int, int],
-    cu_seqlens: torch.Tensor,
-    longest: int,
-) -> torch.Tensor:
-    from torch.nn.attention.varlen import varlen_attn
-
-    groups = query.shape[1] // key.shape[1]
-    arguments: dict[str, Any] = {"scale": scaling, "window_size": window}
-    if "enable_gqa" in inspect.signature(varlen_attn).parameters:
-        arguments["enable_gqa"] = groups > 1
-    elif groups > 1:
-        key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    out = varlen_attn(q, k, v, cu_seqlens, cu_seqlens, longest, longest, **arguments)
-    assert isinstance(out, torch.Tensor)
-    return out
+        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+        return attend_within_rows(q, k, v, cu_seqlens, longest, scale=scaling, window=sliding_window)[None]
+    return _padded(query, key, value, scaling, sliding_window, cu_seqlens)
 
 
 def _padded(
@@ -152,7 +129,7 @@ def _padded(
     key: torch.Tensor,
     value: torch.Tensor,
     scaling: float | None,
-    back: int,
+    sliding_window: int | None,
     cu_seqlens: torch.Tensor,
 ) -> torch.Tensor:
     """Rows of like length as one padded batch; padding stands behind a row, where causal attention does not look."""
@@ -169,9 +146,9 @@ def _padded(
         q, k, v = (x[place].transpose(1, 2) for x in heads)  # (rows, heads, width, D)
         k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
         mask = None
-        if 0 <= back < width - 1:
+        if sliding_window is not None and 0 < sliding_window < width:
             gap = column[:, None] - column
-            mask = (gap >= 0) & (gap <= back)
+            mask = (gap >= 0) & (gap < sliding_window)
         out = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling)
         parts.append(out.transpose(1, 2)[inside])
         places.append(place[inside])

@@ -1,12 +1,11 @@
-"""Attention over packed rows for Megatron-Core's own layers, with PyTorch's variable-length kernel.
+"""Attention over packed rows for Megatron-Core's own layers.
 
-Megatron-Core's own attention multiplies out every pair of a pack and takes a mask. The kernel, which runs in half
-precision on a GPU, does no work between rows.
+Megatron-Core's own attention multiplies out every pair of a pack and takes a mask. The kernels of
+`ostinato.workers.core.row_attention`, which run in half precision on a GPU, do no work between rows.
 """
 
 from __future__ import annotations
 
-import inspect
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,8 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-KERNEL_WIDTH = 256
-"""The widest head that the kernel runs."""
+from ostinato.workers.core.row_attention import KERNEL_WIDTH, attend_within_rows
 
 _SWITCHES = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
 
@@ -99,41 +97,6 @@ class RowAttention(nn.Module):
             value[:, 0],
             packed_seq_params.cu_seqlens_q,
             packed_seq_params.max_seqlen_q,
-            self.inner.softmax_scale,
+            scale=self.inner.softmax_scale,
         )
         return out.flatten(1)[:, None]
-
-
-def attend_within_rows(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    longest: int,
-    scale: float,
-) -> torch.Tensor:
-    """PyTorch's kernel over (T, H, D) queries and (T, G, D) keys and values.
-
-    Args:
-        query: bf16.
-        key: bf16.
-        value: bf16.
-        cu_seqlens: (b + 1,) int32, where each row begins; the last entry is T.
-        longest: tokens of the longest row.
-        scale: factor of the scores.
-
-    Returns:
-        (T, H, D) bf16.
-    """
-    from torch.nn.attention.varlen import varlen_attn
-
-    groups = query.shape[1] // key.shape[1]
-    # A window that ends at the token itself is what makes it causal.
-    options: dict[str, Any] = {"scale": scale, "window_size": (-1, 0)}
-    if "enable_gqa" in inspect.signature(varlen_attn).parameters:
-        options["enable_gqa"] = groups > 1
-    elif groups > 1:
-        key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
-    out = varlen_attn(query, key, value, cu_seqlens, cu_seqlens, longest, longest, **options)
-    assert isinstance(out, torch.Tensor)
-    return out
