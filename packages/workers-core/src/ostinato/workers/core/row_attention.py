@@ -30,7 +30,7 @@ Hopper its backward pass (4.0.0b36) writes sums for heads rounded up to 16 and r
 is not the same for a width of 80.
 """
 
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 def attend_within_rows(
@@ -96,7 +96,7 @@ def _flash_4_kernel(device: torch.device, head_width: int) -> Callable[..., Any]
     """FlashAttention-4's function where a GPU runs heads of this width with it; what was chosen is logged once."""
     widths = _FLASH_4_WIDTHS.get(torch.cuda.get_device_capability(device)[0], ())
     kernel = _flash_4() if head_width in widths else None
-    _log.info("attention of packed rows, heads of %d on %s: %s", head_width, device, _name(kernel))
+    logger.info("attention of packed rows, heads of %d on %s: %s", head_width, device, _name(kernel))
     return kernel
 
 
@@ -113,13 +113,13 @@ def _flash_4() -> Callable[..., Any] | None:
         return None
     instead = f"PyTorch's kernel runs packed rows. `pip install -U '{_FLASH_4}[cu13]>={_FLASH_4_SINCE}'` may help"
     if Version(release) < Version(_FLASH_4_SINCE):
-        _log.warning("%s %s is older than %s: %s", _FLASH_4, release, _FLASH_4_SINCE, instead)
+        logger.warning("%s %s is older than %s: %s", _FLASH_4, release, _FLASH_4_SINCE, instead)
         return None
     try:
         return import_module("flash_attn.cute").flash_attn_varlen_func
     except Exception as error:
         # It loads a compiler and CUDA's libraries, and what it raises when one does not fit is not only ImportError.
-        _log.warning("%s %s cannot be imported (%s: %s): %s", _FLASH_4, release, type(error).__name__, error, instead)
+        logger.warning("%s %s cannot be imported (%s: %s): %s", _FLASH_4, release, type(error).__name__, error, instead)
         return None
 
 
