@@ -34,6 +34,7 @@ from ostinato.workers.core.config import ModelConfig
 from ostinato.workers.core.flops import ModelFlops, model_flops, peak_flops
 from ostinato.workers.core.microbatch import PackedRows, pack
 from ostinato.workers.core.optim import OptimConfig
+from ostinato.workers.core.row_attention import row_kernel
 from ostinato.workers.fsdp import FsdpConfig, FsdpEngine
 
 SHAPES: dict[str, tuple[int, int, int, int, int, bool]] = {
@@ -346,6 +347,9 @@ def main() -> None:
     budget = options.token_budget or (32768 if device.type == "cuda" else 2048)
     rate = matmul_rate(device)
     print(f"{device}, {options.model}, matrix products at {rate / 1e12:.3f} TFLOPS")
+    if device.type == "cuda":
+        width, _, _, heads, _, _ = SHAPES[options.model]
+        print(f"attention of this engine: {row_kernel(device, width // heads)}")
     results = []
     with tempfile.TemporaryDirectory() as folder:
         store = FileStore(f"{folder}/store", 1)
