@@ -101,22 +101,27 @@ class RoleCheckpoint:
             else:
                 engine.save(path)
         if writes:
-            from ostinato.workers.core.export import write_model_files
+            # With the engine's files under way, these may be the first to meet a full disk.
+            with named_failure(f"checkpoint {path} cannot be written", CheckpointError):
+                self._write_shared(path)
 
-            path.mkdir(parents=True, exist_ok=True)
-            write_model_files(self._model, path / MODEL_FOLDER, self._head)
-            model = {name: value for name, value in asdict(self._model).items() if name not in _IN_MODEL_FOLDER}
-            entries = {
-                "format": _FORMAT,
-                "strategy": self._residency.choice.strategy,
-                "head": self._head,
-                "model": model,
-            }
-            (path / ROLE_FILE).write_text(json.dumps(entries, default=list))
-            for file in (*(path / MODEL_FOLDER).rglob("*"), path / ROLE_FILE):
-                if file.is_file():  # a tokenizer with several chat templates keeps them in a folder
-                    with file.open("rb") as handle:
-                        os.fsync(handle.fileno())
+    def _write_shared(self, path: Path) -> None:
+        from ostinato.workers.core.export import write_model_files
+
+        path.mkdir(parents=True, exist_ok=True)
+        write_model_files(self._model, path / MODEL_FOLDER, self._head)
+        model = {name: value for name, value in asdict(self._model).items() if name not in _IN_MODEL_FOLDER}
+        entries = {
+            "format": _FORMAT,
+            "strategy": self._residency.choice.strategy,
+            "head": self._head,
+            "model": model,
+        }
+        (path / ROLE_FILE).write_text(json.dumps(entries, default=list))
+        for file in (*(path / MODEL_FOLDER).rglob("*"), path / ROLE_FILE):
+            if file.is_file():  # a tokenizer with several chat templates keeps them in a folder
+                with file.open("rb") as handle:
+                    os.fsync(handle.fileno())
 
     def saved(self, wait: bool) -> bool:
         """Whether the last `save` is whole.

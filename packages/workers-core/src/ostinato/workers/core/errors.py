@@ -20,7 +20,7 @@ class EngineImportError(WorkersError, ImportError):
 
 
 class CheckpointError(WorkersError, OSError):
-    """A folder is not what a role worker saved."""
+    """A folder is not what a role worker saved, or a role cannot be saved in it."""
 
 
 class RoleError(WorkersError, RuntimeError):

@@ -93,6 +93,9 @@ def write_model_files(model: ModelConfig, folder: Path, head: str) -> None:
         model: whose files; `override_config` is applied.
         folder: made where it is absent.
         head: `value` leaves the generation config out.
+
+    Raises:
+        OSError: they cannot be written.
     """
     from transformers import AutoTokenizer
     from transformers.utils.hub import cached_file
@@ -119,7 +122,16 @@ def write_model_files(model: ModelConfig, folder: Path, head: str) -> None:
     except (OSError, ValueError) as error:
         logger.warning("%s holds no tokenizer (%s); the export has none either", model.resolved_tokenizer_path, error)
     else:
+        _write_tokenizer(tokenizer, folder)
+
+
+def _write_tokenizer(tokenizer: Any, folder: Path) -> None:
+    try:
         tokenizer.save_pretrained(folder)
+    except Exception as error:
+        if type(error) is not Exception:
+            raise
+        raise OSError(f"{folder}: the tokenizer cannot be written: {error}") from error  # that library's own, of files
 
 
 def share(folder: Path) -> None:
