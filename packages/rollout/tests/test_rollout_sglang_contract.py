@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import subprocess
 import sys
 from collections.abc import Collection
@@ -139,6 +140,23 @@ def test_sglang_an_interrupted_call_ends_its_requests(rollout: Any, setting: Set
         assert torch.equal(rollout.generate(prompts, sampling).batch["responses"], expected)
 
 
+def test_sglang_an_interrupt_does_not_end_the_engines_own_tasks(rollout: Any, setting: Setting):
+    """Ctrl-C while one of them runs: it goes on, and the call that waits is what ends."""
+    loop = rollout._engine.loop
+
+    async def own() -> None:
+        await asyncio.sleep(0)
+        signal.raise_signal(signal.SIGINT)
+        await asyncio.sleep(0)
+
+    with reshard(ModuleWeights(setting.model()[1]), rollout):
+        task = loop.create_task(own())
+        with pytest.raises(KeyboardInterrupt):
+            rollout.generate(make_prompts([[5, 6, 7]]), setting.config().sampling())
+    loop.run_until_complete(asyncio.wait({task}, timeout=5))
+    assert task.exception() is None
+
+
 def test_sglang_a_lost_process_is_an_error(rollout: Any, setting: Setting, monkeypatch):
     """A call that waits for an engine which is gone ends with its name."""
     import psutil
@@ -194,26 +212,34 @@ def test_sglang_bad_input_is_refused_before_anything_is_built(changes, key, work
 
 
 TWO_RANKS = """
-import signal, sys
+import asyncio, os, signal, subprocess, sys, threading, time
 from pathlib import Path
-import pytest, torch
+import psutil, pytest, torch
 torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGKILL)  # a test run that is killed takes its ranks along
 rank, path = int(sys.argv[1]), Path(sys.argv[2])
 from ostinato.rollout import build_rollout
 from ostinato.rollout.errors import EngineStateError
 from ostinato.rollout.reshard import reshard
 from ostinato.rollout.testing import ModuleWeights, Setting, make_prompts
-from ostinato.rollout.testing.sglang_stand_in import Engine, stand_in
+from ostinato.rollout.testing.sglang_stand_in import Engine, Manager, stand_in
 
 stand_in(pytest.MonkeyPatch())
+build = Engine.__init__
+def with_scheduler(self, **options):
+    build(self, **options)
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+Engine.__init__ = with_scheduler
 setting = Setting("sglang", path / str(rank))
 model, module = setting.model()  # before there are ranks: transformers writes a model on the first one alone
 torch.distributed.init_process_group("gloo", init_method=f"file://{path}/store", rank=rank, world_size=2)
 config = setting.config(tensor_model_parallel_size=2)
 rollout = build_rollout(config, model_path=model)
 assert (rollout._engine is None) == (rank == 1), "the first rank owns the engine"
+sampling = config.sampling(eos_token_ids=())
+def answers(*prompts):
+    return rollout.generate(make_prompts(list(prompts)), sampling).batch["responses"].tolist()
 with reshard(ModuleWeights(module), rollout, bucket_megabytes=1, check=True):
-    rows = rollout.generate(make_prompts([[5, 6], [7]]), config.sampling(eos_token_ids=()))
+    rows = answers([5, 6], [7])
 if rank == 0:
     assert len(Engine.made) == 1 and Engine.made[0]["tp_size"] == 2
     rollout._manager.refuse = "not these"
@@ -221,12 +247,62 @@ try:
     with reshard(ModuleWeights(module), rollout):
         pass
 except EngineStateError as error:
-    print(rows.batch["responses"].tolist(), "refused the weights: not these" in str(error))
+    print(rows, "refused the weights: not these" in str(error))
+if rank == 0:
+    rollout._manager.refuse = ""
+
+def interrupt():
+    os.kill(os.getpid(), signal.SIGINT)
+with reshard(ModuleWeights(module), rollout):
+    # The rank that waits: its Ctrl-C comes once it has the answer, and the next call has its own.
+    if rank == 0:
+        rollout._manager.before_token = lambda: time.sleep(0.1)
+    else:
+        threading.Timer(0.2, interrupt).start()
+    try:
+        answers([5, 6], [7])
+        waited = rank == 0
+    except KeyboardInterrupt:
+        waited = rank == 1
+    if rank == 0:
+        rollout._manager.before_token = None
+    print(waited, answers([9], [8, 7]), answers([5, 6], [7]) == rows)
+    # The rank that acts: the other one is told.
+    if rank == 0:
+        rollout._manager.before_token = interrupt
+    try:
+        answers([9, 8])
+    except KeyboardInterrupt:
+        print("told" if rank == 0 else "interrupted")
+    except EngineStateError as error:
+        print("told" if "rank 0, which holds the engine, failed: KeyboardInterrupt" in str(error) else error)
+    if rank == 0:
+        rollout._manager.before_token = None
+    print(answers([5, 6], [7]) == rows)
+    # A rank that is a call behind does not take another one's answer.
+    try:
+        if rank == 1:
+            rollout._ranks._calls -= 1
+        answers([5, 6], [7])
+        print("of another call")
+    except EngineStateError as error:
+        print("of another call" if "and this rank at" in str(error) else error)
+    rollout._ranks._calls += rank
+    # Nobody catches it: both end.
+    if rank == 0:
+        (path / "schedulers").write_text(" ".join(str(child.pid) for child in rollout._processes))
+        rollout._manager.before_token = interrupt
+    answers([9, 8])
 """
 
 
 def test_sglang_two_ranks_share_an_engine(tmp_path):
-    """Both make the same calls; the second has the same answers and the same error."""
+    """Both make the same calls; the second has the same answers and the same error, interrupted or not.
+
+    An interrupt that nobody catches ends both, and the engine's processes with them.
+    """
+    import psutil
+
     (tmp_path / "ranks.py").write_text(TWO_RANKS)
     words = [sys.executable, str(tmp_path / "ranks.py")]
     running = [
@@ -234,6 +310,13 @@ def test_sglang_two_ranks_share_an_engine(tmp_path):
         for rank in range(2)
     ]
     told = [process.communicate(timeout=170) for process in running]
-    assert [process.returncode for process in running] == [0, 0], [errors[-2000:] for _, errors in told]
-    assert told[0][0] == told[1][0]
-    assert told[0][0].strip().endswith("True")
+    assert told[0][0] == told[1][0], [errors[-2000:] for _, errors in told]
+    first, *then = told[0][0].splitlines()
+    assert first.endswith("True")
+    assert [line[:4] + line[-4:] for line in then[:1]] == ["TrueTrue"]
+    assert then[1:] == ["told", "True", "of another call"]
+    assert [process.returncode for process in running] == [-signal.SIGINT, 1]
+    assert "rank 0, which holds the engine, failed: KeyboardInterrupt" in told[1][1]
+    schedulers = (tmp_path / "schedulers").read_text().split()
+    assert schedulers
+    assert not any(psutil.pid_exists(int(pid)) for pid in schedulers)

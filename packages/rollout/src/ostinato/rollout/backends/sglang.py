@@ -2,7 +2,8 @@
 
 Runs with SGLang 0.5.14 to 0.5.23. Weights are handed over as shared memory (CUDA IPC on a GPU, each scheduler from its
 own rank's copy), a bucket with one call of `update_weights_from_tensor`; what a scheduler does with them is in
-`sglang_scheduler`, what versions of SGLang do differently in `sglang_versions`.
+`sglang_scheduler`, what versions of SGLang do differently in `sglang_versions`, how ranks wait for each other in
+`sglang_ranks`.
 """
 
 # pyright: reportMissingImports=false
@@ -15,7 +16,7 @@ import json
 import logging
 import os
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
@@ -24,6 +25,7 @@ import torch
 
 from ostinato.rollout.assemble import Completion, assemble, prompt_token_ids, rollout_ids
 from ostinato.rollout.backends.adapter import EngineAdapter, EngineOptions
+from ostinato.rollout.backends.sglang_ranks import EngineRanks, HeldSignals
 from ostinato.rollout.backends.sglang_scheduler import LOADER, checksum_line, last_line, manifest
 from ostinato.rollout.backends.sglang_versions import (
     attention_backend,
@@ -85,7 +87,7 @@ class SglangRollout(EngineAdapter):
         on_gpu = self._device.type == "cuda"
         arguments = self._arguments() | self._engine_options
         self._sleeps = on_gpu and bool(arguments["enable_memory_saver"])
-        self._ranks = _Ranks(config.tensor_model_parallel_size)
+        self._ranks = EngineRanks(config.tensor_model_parallel_size)
         self._requests = itertools.count()
         self._stale_cache = False
         self._pending: asyncio.Task[Any] | None = None
@@ -171,7 +173,9 @@ class SglangRollout(EngineAdapter):
     def _finish(self, task: asyncio.Task[T]) -> T:
         loop = self._engine.loop
         while not task.done():
-            loop.run_until_complete(asyncio.wait({task}, timeout=_POLL_SECONDS))
+            # What a handler raises within the loop ends the task that just runs, which may be SGLang's own.
+            with HeldSignals():
+                loop.run_until_complete(asyncio.wait({task}, timeout=_POLL_SECONDS))
             if not task.done():
                 self._require_processes()
         return task.result()
@@ -428,51 +432,6 @@ class SglangRollout(EngineAdapter):
         flushed = self._wait(self._manager.flush_cache(timeout_s=_DRAIN_SECONDS))
         if not flushed.success:
             logger.error("sglang rollout: requests of a call that was broken off go on: %s", flushed.message)
-
-
-class _Ranks:
-    """The ranks that one engine spans: the first one acts, and all go on together or fail together.
-
-    Args:
-        size: consecutive ranks of the default process group; making more than one is collective over all its ranks.
-    """
-
-    def __init__(self, size: int):
-        self.size = size
-        self.first = True
-        self._group: Any = None
-        if size > 1:
-            world, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
-            for start in range(0, world, size):
-                group = torch.distributed.new_group(list(range(start, start + size)), backend="gloo")
-                if start <= rank < start + size:
-                    self._group, self._leader, self.first = group, start, rank == start
-
-    def call(self, act: Callable[..., T], *args: Any) -> T:
-        """Let the first rank act; what it returns or raises is there on all ranks."""
-        if self._group is None:
-            return act(*args)
-        box: list[Any] = [None, None]
-        failure: BaseException | None = None
-        if self.first:
-            try:
-                box[0] = act(*args)
-            except Exception as error:
-                failure, box[1] = error, f"{type(error).__name__}: {error}"
-        torch.distributed.broadcast_object_list(box, src=self._leader, group=self._group)
-        if failure is not None:
-            raise failure
-        if box[1] is not None:
-            raise EngineStateError(f"sglang rollout: rank {self._leader}, which holds the engine, failed: {box[1]}")
-        return box[0]
-
-    def gather(self, value: T) -> list[T]:
-        """What each rank gave, in their order; on the first rank alone."""
-        if self._group is None:
-            return [value]
-        values: list[Any] | None = [None] * self.size if self.first else None
-        torch.distributed.gather_object(value, values, dst=self._leader, group=self._group)
-        return values or []
 
 
 def _completion(row: int, answer: Mapping[str, Any]) -> Completion:

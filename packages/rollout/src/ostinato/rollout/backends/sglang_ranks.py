@@ -1,0 +1,122 @@
+"""How the ranks of one SGLang engine act together, and what a signal may not break off half way."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+
+from ostinato.rollout.errors import EngineStateError
+
+T = TypeVar("T")
+
+
+class HeldSignals:
+    """Holds back SIGINT and SIGTERM, as far as Python handles them, and raises them at the block's end.
+
+    Elsewhere than in the main thread, where Python runs no handlers, nothing is held.
+    """
+
+    def __init__(self) -> None:
+        self._handlers: dict[signal.Signals, Any] = {}
+        self._came: list[int] = []
+
+    def __enter__(self) -> HeldSignals:
+        """Hold from here on."""
+        self._hold()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Raise what came."""
+        self._release()
+
+    @contextmanager
+    def let_through(self) -> Iterator[None]:
+        """Within, signals come as they would without this."""
+        try:
+            self._release()
+            yield
+        finally:
+            self._hold()
+
+    def _hold(self) -> None:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                if callable(signal.getsignal(number)):
+                    self._handlers[number] = signal.signal(number, lambda came, _: self._came.append(came))
+
+    def _release(self) -> None:
+        while self._handlers:
+            signal.signal(*self._handlers.popitem())
+        came, self._came = self._came, []
+        for number in dict.fromkeys(came):
+            signal.raise_signal(number)
+
+
+class EngineRanks:
+    """The ranks that one engine spans: the first one acts, and all go on together or fail together.
+
+    What the first rank says is matched with what the others wait for by its place in the order of the calls, so that
+    a signal must not break off an exchange, and the others are told of an act that one broke off.
+
+    Args:
+        size: consecutive ranks of the default process group; making more than one is collective over all its ranks.
+    """
+
+    def __init__(self, size: int):
+        self.size = size
+        self.first = True
+        self._group: Any = None
+        self._calls = 0
+        if size > 1:
+            world, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
+            for start in range(0, world, size):
+                group = torch.distributed.new_group(list(range(start, start + size)), backend="gloo")
+                if start <= rank < start + size:
+                    self._group, self._leader, self.first = group, start, rank == start
+
+    def call(self, act: Callable[..., T], *args: Any) -> T:
+        """Let the first rank act; what it returns or raises is there on all ranks.
+
+        Raises:
+            EngineStateError: on the other ranks, where the first one failed or was interrupted, or is at another call.
+        """
+        if self._group is None:
+            return act(*args)
+        failure: BaseException | None = None
+        with HeldSignals() as held:
+            self._calls += 1
+            mine = (self._calls, act.__name__)
+            box: list[Any] = [mine, None, None]
+            if self.first:
+                try:
+                    with held.let_through():
+                        box[1] = act(*args)
+                except BaseException as error:  # the others wait for an answer, and this is one
+                    failure, box[2] = error, f"{type(error).__name__}: {error}"
+            try:
+                torch.distributed.broadcast_object_list(box, src=self._leader, group=self._group)
+            finally:
+                if failure is not None:  # also where a rank that should hear of it has ended
+                    raise failure
+        if box[0] != mine:
+            raise EngineStateError(
+                f"sglang rollout: rank {self._leader}, which holds the engine, is at call {box[0][0]} ({box[0][1]}) "
+                f"and this rank at call {mine[0]} ({mine[1]}): one of them was interrupted. Start the run again."
+            )
+        if box[2] is not None:
+            raise EngineStateError(f"sglang rollout: rank {self._leader}, which holds the engine, failed: {box[2]}")
+        return box[1]
+
+    def gather(self, value: T) -> list[T]:
+        """What each rank gave, in their order; on the first rank alone."""
+        if self._group is None:
+            return [value]
+        values: list[Any] | None = [None] * self.size if self.first else None
+        with HeldSignals():
+            torch.distributed.gather_object(value, values, dst=self._leader, group=self._group)
+        return values or []
