@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import os
-import subprocess
 import sys
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
-from toy_runs import arguments, metrics_of, nested, toy_overrides
+from toy_runs import metrics_of, nested, toy_overrides
 
 from ostinato.protocol import DataProto
 from ostinato.rollout import RolloutConfig, SamplingParams, build_rollout
@@ -164,7 +161,7 @@ def test_megatron_runs_of_the_app(toy, tmp_path):
 
 @pytest.mark.e2e
 @pytest.mark.slow
-def test_megatron_dispatch_follows_its_mesh(toy, tmp_path):
+def test_megatron_dispatch_follows_its_mesh(toy, tmp_path, ray_session):
     """Two stages of a pipeline are one data-parallel rank: both get the same rows, the last one answers.
 
     Both sample, so rows are dealt over two ranks for the rollout and over one for training; the numbers of the first
@@ -172,21 +169,24 @@ def test_megatron_dispatch_follows_its_mesh(toy, tmp_path):
     """
     from ostinato.ppo.config import PpoConfig
     from ostinato.ppo.preflight import check
-    from ostinato.ppo.run import run
+    from ostinato.ppo.run import train
 
-    alone = toy_overrides(toy, tmp_path / "alone", **{"trainer.backend": "local", "trainer.total_training_steps": 1})
-    run(check(PpoConfig.from_mapping(nested(alone))).config, lambda event: None)
-    more = {
-        "trainer.n_gpus_per_node": 2,
-        "actor_rollout_ref.actor.strategy": "megatron",
-        "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size": 2,
-        "actor_rollout_ref.model.external_lib": "cpu_trial",
+    runs = {
+        "alone": {"trainer.backend": "local", "trainer.total_training_steps": 1},
+        "staged": {
+            "trainer.n_gpus_per_node": 2,
+            "actor_rollout_ref.actor.strategy": "megatron",
+            "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size": 2,
+            "actor_rollout_ref.model.external_lib": "cpu_trial",
+        },
     }
-    environment = dict(os.environ)
-    paths = [str(Path(__file__).parents[1]), environment.get("PYTHONPATH", "")]
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-    command = [sys.executable, "-m", "ostinato.ppo", *arguments(toy_overrides(toy, tmp_path / "staged", **more))]
-    subprocess.run(command, env=environment, check=True, timeout=300, capture_output=True)
+    try:
+        for name, more in runs.items():
+            values = toy_overrides(toy, tmp_path / name, **more)
+            train(check(PpoConfig.from_mapping(nested(values))).config, emit=lambda event: None)
+    finally:
+        sys.modules.pop("cpu_trial", None)
+        importlib.import_module("ostinato.workers.megatron.testing.cpu").uninstall()
     expected, got = metrics_of(tmp_path / "alone")[0], metrics_of(tmp_path / "staged")
     for key in ("actor/grad_norm", "actor/entropy", "critic/score/mean", "response_length/mean"):
         assert got[0][key] == pytest.approx(expected[key], rel=1e-3), key
