@@ -7,10 +7,12 @@ import shutil
 
 import pytest
 import torch
-from toy_runs import arguments, metrics_of, toy_overrides
+from toy_runs import metrics_of, nested, toy_overrides
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from ostinato.ppo.cli import main
+from ostinato.ppo.config import PpoConfig
+from ostinato.ppo.preflight import check
+from ostinato.ppo.run import train
 
 pytestmark = [
     pytest.mark.e2e,
@@ -29,8 +31,9 @@ def model(toy, tmp_path_factory):
 
 
 def run(toy, model, folder, **more) -> list[dict]:
-    """Two steps of the command; returns its metrics."""
-    assert main(arguments(toy_overrides(toy, folder, **{"actor_rollout_ref.model.path": str(model), **more}))) == 0
+    """Two steps, the loop in this process; returns the metrics."""
+    values = toy_overrides(toy, folder, **{"actor_rollout_ref.model.path": str(model), **more})
+    train(check(PpoConfig.from_mapping(nested(values))).config, emit=lambda event: None)
     return metrics_of(folder)
 
 

@@ -54,8 +54,8 @@ def wait_until_gone(pids: list[int], seconds: float = 10.0) -> list[int]:
     [
         ("sys.exit", 4, r"called sys.exit\(3\)"),
         ("os._exit", 2, r"its process ended \(ActorDiedError\)"),
-        ("kill", 4, r"its process ended \(ActorDiedError\)"),
-        ("SIGSTOP", 4, r"its process is stopped \(state T"),
+        ("kill", 2, r"its process ended \(ActorDiedError\)"),
+        ("SIGSTOP", 2, r"its process is stopped \(state T"),
     ],
 )
 def test_death_of_one_rank_ends_the_call_and_stops_the_others(backend_of, how, processes, reason):

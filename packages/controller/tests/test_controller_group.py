@@ -35,10 +35,10 @@ from ostinato.protocol.testing import assert_equal
 
 @pytest.fixture(scope="module")
 def cluster():
-    # Of the module and not of the session: other modules start a Ray of their own.
     pytest.importorskip("ray")
     from ray.cluster_utils import Cluster
 
+    shutdown_ray()  # what other modules share
     store = 100 * 1024**2
     two_nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "object_store_memory": store})
     two_nodes.add_node(num_cpus=2, object_store_memory=store)
