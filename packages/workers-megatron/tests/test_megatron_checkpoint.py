@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import errno
+import gc
 import pickle
+import resource
 import threading
 from unittest.mock import Mock
 
@@ -11,7 +13,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from ostinato.workers.core.config import ModelConfig
 from ostinato.workers.core.optim import OptimConfig
 from ostinato.workers.core.testing.oracle import Driver, assert_same_weights, make_rows, start
-from ostinato.workers.megatron import background, parallel
+from ostinato.workers.megatron import parallel, writing
 from ostinato.workers.megatron.errors import CheckpointError
 from ostinato.workers.megatron.saved import SavedWeights
 from ostinato.workers.megatron.testing.runs import PLAIN, megatron
@@ -137,25 +139,49 @@ def test_megatron_save_in_the_background_is_of_the_moment_at_which_it_was_asked_
     assert_same_weights(resumed.state(), driver.state(), rtol=0)
 
 
-def test_megatron_save_in_the_background_tells_its_failure_where_it_is_waited_for(
-    megatron_workspace, tmp_path, monkeypatch
-):
+@pytest.mark.parametrize("in_background", [True, False], ids=["background", "foreground"])
+def test_megatron_save_that_fails_names_rank_and_reason(in_background, megatron_workspace, tmp_path, monkeypatch):
+    """In the background it is told where the checkpoint is waited for."""
     driver = start(megatron(), megatron_workspace / "lm")
-    driver.engine.save(tmp_path / "full")
 
+    def save() -> None:
+        pending = driver.engine.save(tmp_path / "full", background=in_background)
+        assert (pending is not None) is in_background
+        if pending is not None:
+            try:
+                pending.wait()
+            finally:
+                assert pending.done()
+
+    save()
     full = OSError(errno.ENOSPC, "No space left on device")
     for owner, name, error, text in (
         (FileSystemWriter, "write_data", full, r"OSError: .*No space left"),
-        (background, "_mark", full, r"OSError: .*No space left"),
-        (background, "_mark", TypeError("no JSON"), "TypeError: no JSON"),
+        (writing, "_mark", full, r"OSError: .*No space left"),
+        (writing, "_mark", TypeError("no JSON"), "TypeError: no JSON"),
     ):
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, Mock(side_effect=error))
-            failed = driver.engine.save(tmp_path / "full", background=True)
             with pytest.raises(CheckpointError, match=f"full cannot be written: rank 0: {text}"):
-                failed.wait()
-            assert failed.done()
+                save()
         with pytest.raises(CheckpointError, match="cut off"):  # what was written over is not taken for whole
             driver.engine.load(tmp_path / "full")
-    driver.engine.save(tmp_path / "full", background=True).wait()
+    save()
+    driver.engine.load(tmp_path / "full")
+
+
+def test_megatron_save_on_a_disk_that_takes_only_a_part_names_the_disk(megatron_workspace, tmp_path):
+    """A limit of size stands for the full disk; the next save works, and nothing that was left ends the process."""
+    driver = start(megatron(), megatron_workspace / "lm")
+    driver.engine.save(tmp_path / "full")  # a group is made, and its store is a file too
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for limit in (4096, 8192, 40960):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+        try:
+            with pytest.raises(CheckpointError, match=r"rank 0: .*(the disk is full|OSError: .*File too large)"):
+                driver.engine.save(tmp_path / "full")
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        gc.collect()
+    driver.engine.save(tmp_path / "full")
     driver.engine.load(tmp_path / "full")

@@ -13,12 +13,12 @@ from torch import nn
 
 from ostinato.workers.core.checkpoint import WriteUnderWay, named_failure, not_in_force
 from ostinato.workers.core.optim import OptimConfig
-from ostinato.workers.megatron.background import BackgroundWriter
 from ostinato.workers.megatron.build import Built
 from ostinato.workers.megatron.errors import CheckpointError
 from ostinato.workers.megatron.optim import inner, parts
 from ostinato.workers.megatron.parallel import import_megatron
 from ostinato.workers.megatron.saved import METADATA, require_whole
+from ostinato.workers.megatron.writing import Writer
 
 FORMAT = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 """Optimizer state by parameter, so that it can be read with other parallel sizes."""
@@ -32,7 +32,9 @@ def save(
     optimizer: Any | None,
     counters: Mapping[str, int],
     device: torch.device,
-    writer: BackgroundWriter | None = None,
+    writer: Writer,
+    *,
+    background: bool = False,
 ) -> WriteUnderWay | None:
     """Write model, optimizer, counters and each rank's random state, or begin to; collective.
 
@@ -44,7 +46,8 @@ def save(
         optimizer: None for a frozen model.
         counters: Small whole numbers that all ranks agree on; `updates` of them are steps that changed weights.
         device: Where the model trains.
-        writer: Writes it while training goes on, once an earlier checkpoint is there; None: it is written at once.
+        writer: Writes it, once an earlier checkpoint is there.
+        background: It is written while training goes on.
 
     Returns:
         What the writer began.
@@ -52,9 +55,8 @@ def save(
     Raises:
         CheckpointError: It cannot be written, on whichever rank.
     """
-    if writer is not None:
-        writer.end()
-    checkpointing, metadata = import_megatron("dist_checkpointing"), _metadata()
+    writer.end()
+    metadata = _metadata()
     state = _model_state(built, metadata)
     if optimizer is not None and counters["updates"]:
         state[OPTIMIZER] = optimizer.sharded_state_dict(state, is_loading=False, metadata=metadata)
@@ -62,11 +64,7 @@ def save(
     state["distributed"] = _distributed(optimizer)
     state["random"] = _random_state(device)
     _make_folder(path)
-    with _named(f"checkpoint {path} cannot be written", not_in_force(METADATA)):
-        if writer is not None:
-            return writer.start(path, state, dict(FORMAT))
-        checkpointing.save(state, str(path), content_metadata=dict(FORMAT))
-    return None
+    return (writer.start if background else writer.write)(path, state, dict(FORMAT))
 
 
 def _make_folder(path: Path) -> None:
@@ -245,6 +243,6 @@ def _own_settings(optimizer: Any, optim: OptimConfig) -> None:
             group |= {"weight_decay": optim.weight_decay, "betas": optim.betas, "eps": optim.eps}
 
 
-def _named(what: str, advice: str = "") -> AbstractContextManager[None]:
+def _named(what: str) -> AbstractContextManager[None]:
     own = import_megatron("dist_checkpointing.core").CheckpointingException
-    return named_failure(what, CheckpointError, own, advice=advice)
+    return named_failure(what, CheckpointError, own)

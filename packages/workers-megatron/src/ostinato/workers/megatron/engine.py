@@ -20,7 +20,7 @@ from ostinato.workers.megatron.config import MegatronConfig, as_megatron_config,
 from ostinato.workers.megatron.errors import EngineStateError, MegatronConfigError
 
 if TYPE_CHECKING:
-    from ostinato.workers.megatron.background import BackgroundWriter
+    from ostinato.workers.megatron.writing import Writer
 
 T = TypeVar("T")
 
@@ -37,7 +37,7 @@ class MegatronEngine(ConfiguredEngine[MegatronConfig]):
     _built: Any = None
     _optimizer: Any = None
     _pending = False
-    _writer: BackgroundWriter | None = None
+    _writer: Writer | None = None
 
     def build(self) -> None:
         """Build the model, read its weights and make the optimizer; collective over all ranks.
@@ -235,13 +235,14 @@ class MegatronEngine(ConfiguredEngine[MegatronConfig]):
         from ostinato.workers.megatron import checkpoint
 
         built = self._built_or_raise("save")
-        if background and self._writer is None:
-            from ostinato.workers.megatron.background import BackgroundWriter
+        if self._writer is None:
+            from ostinato.workers.megatron.writing import Writer
 
-            self._writer = BackgroundWriter(self._device)
-        writer = self._writer if background else None
+            self._writer = Writer(self._device)
         with self._all_here():
-            return checkpoint.save(Path(path), built, self._optimizer, self._counters, self._device, writer)
+            return checkpoint.save(
+                Path(path), built, self._optimizer, self._counters, self._device, self._writer, background=background
+            )
 
     def load(self, path: Path) -> None:
         """Read what `save` wrote, at any parallel sizes; collective.

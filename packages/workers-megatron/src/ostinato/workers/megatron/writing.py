@@ -1,8 +1,9 @@
-"""Checkpoints that are written from host memory while training goes on.
+"""Checkpoints that are written from host memory, at once or while training goes on.
 
 Megatron-Core's own background writing ends in collectives on the process group of the training, which every rank would
 have to join at the same moment. Here Megatron says what a checkpoint holds, everything is copied to the host, and
-torch's writer puts it down in the same format, in a thread whose ranks talk in a group of their own.
+torch's writer puts it down in the same format, in a thread whose ranks talk in a group of their own. Megatron's own
+writing at once hides the system's error, and where the disk is full, what it leaves ends the process later.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ WRITE_TIMEOUT = timedelta(hours=3)
 """How long the fastest rank waits for the slowest one's disk."""
 
 
-class BackgroundWriter:
+class Writer:
     """Writes one checkpoint after another; made on every rank.
 
     Args:
@@ -43,6 +44,10 @@ class BackgroundWriter:
         if self._last is not None:
             self._last.end()
 
+    def write(self, path: Path, state: dict[str, Any], content: dict[str, Any]) -> None:
+        """Write a state; collective. Arguments and errors are those of `start`."""
+        self._write(path, *self._taken(path, state, content))
+
     def start(self, path: Path, state: dict[str, Any], content: dict[str, Any]) -> WriteUnderWay:
         """Copy a state to host memory and begin to write it; collective.
 
@@ -50,14 +55,23 @@ class BackgroundWriter:
             path: an empty folder, or one without `metadata.json`.
             state: what Megatron's `dist_checkpointing.save` takes; may change as soon as this returns.
             content: what the checkpoint says about its format.
+
+        Raises:
+            CheckpointError: it cannot be written; of what the thread meets, where it is waited for.
         """
+        taken = self._taken(path, state, content)
+        self._last = WriteUnderWay(lambda: self._write(path, *taken))
+        return self._last
+
+    def _taken(self, path: Path, state: dict[str, Any], content: dict[str, Any]) -> tuple[dict[str, Any], Any]:
         self.end()
-        prepared, config = _prepared(path, state, content)
+        own = import_megatron("dist_checkpointing.core").CheckpointingException
+        with named_failure(_what(path), CheckpointError, own, advice=not_in_force(METADATA)):
+            prepared, config = _prepared(path, state, content)
         copied = _copied(prepared)
         if self._device.type == "cuda":
             torch.cuda.current_stream().synchronize()
-        self._last = WriteUnderWay(lambda: self._write(path, copied, config))
-        return self._last
+        return copied, config
 
     def _write(self, path: Path, state: dict[str, Any], config: Any) -> None:
         if self._device.type == "cuda":
@@ -65,9 +79,9 @@ class BackgroundWriter:
             torch.cuda.set_device(self._device)
         strategies = import_megatron("dist_checkpointing.strategies.torch")
         planner = strategies.MCoreSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        what, group = f"checkpoint {path} cannot be written", cast(dist.ProcessGroup, self._group)
+        group = cast(dist.ProcessGroup, self._group)
         failure: list[str | None] = [None]
-        with named_failure(what, CheckpointError, advice=not_in_force(METADATA)):
+        with named_failure(_what(path), CheckpointError, advice=not_in_force(METADATA)):
             save_state_dict(state, storage_writer=FileSystemWriter(path), planner=planner, process_group=group)
             if dist.get_rank() == 0:
                 try:
@@ -76,7 +90,11 @@ class BackgroundWriter:
                     failure = [f"{type(error).__name__}: {error}"]
             dist.broadcast_object_list(failure, src=0, group=group)
         if failure[0] is not None:
-            raise CheckpointError(f"{what}: rank 0: {failure[0]}. {not_in_force(METADATA)}")
+            raise CheckpointError(f"{_what(path)}: rank 0: {failure[0]}. {not_in_force(METADATA)}")
+
+
+def _what(path: Path) -> str:
+    return f"checkpoint {path} cannot be written"
 
 
 def _prepared(path: Path, state: dict[str, Any], content: dict[str, Any]) -> tuple[dict[str, Any], Any]:
