@@ -122,13 +122,29 @@ def test_offline_analysis_reads_what_a_run_dumps(toy, tmp_path):
 
 @pytest.mark.e2e
 def test_quickstart_runs_and_prints_its_table(tmp_path, monkeypatch, capsys):
-    """Two steps of each algorithm in place of all of them; the printed commands are those that ran."""
+    """Two steps of each algorithm in place of all of them; the printed commands are those that ran.
+
+    The first as it is, in a process of its own; the second in this one, which has all imported.
+    """
+    from ostinato.ppo import cli
+
+    ran, run = [], subprocess.run
+
+    def here(words, **options):
+        ran.append(words)
+        if len(ran) == 1:
+            return run(words, **options)
+        assert words[:3] == [sys.executable, "-m", "ostinato.ppo"]
+        return subprocess.CompletedProcess(words, cli.main(words[3:]))
+
     script = runpy.run_path(str(EXAMPLES / "quickstart.py"))
     script["COMMON"] += ["trainer.total_training_steps=2", "trainer.backend=local", "data.train_batch_size=16"]
     monkeypatch.setenv("COLUMNS", "120")
     monkeypatch.setattr(sys, "argv", ["quickstart.py", "--out", str(tmp_path / "out")])
+    monkeypatch.setattr(subprocess, "run", here)
     script["main"]()
     printed = capsys.readouterr().out
+    assert len(ran) == 2
     assert "accuracy after" in printed
     commands = [shlex.split(line) for line in printed.splitlines() if line.startswith("ostinato-ppo ")]
     for algorithm, words in zip(("grpo", "ppo"), commands, strict=True):

@@ -242,13 +242,11 @@ def training_step(groups, fails: bool = False) -> None:
     f.get(["here", "total"])
 
 
-def test_the_store_is_empty_after_fifty_steps_and_after_a_failed_one(ray_here):
-    backend = made("ray")
-    roles = {"first": WorkerSpec(EchoWorker), "second": WorkerSpec(EchoWorker), "apart": WorkerSpec(EchoWorker)}
-    groups = backend.launch(roles, {"first": "p", "second": "p", "apart": "q"})
+@pytest.mark.parametrize("backend", ["ray"], indirect=True)
+def test_the_store_is_empty_after_fifty_steps_and_after_a_failed_one(backend, groups):
     groups["first"].describe()
     gc.collect()
-    before = until_as((0.0, len(roles) * 8))
+    before = until_as((0.0, len(groups) * 8))
     f = groups["first"].grow(DataProto.from_dict({"x": torch.arange(4096)}), 64).wait()
     assert until_as(before, 1.0) > before, "what is measured shows rows that are held"
     del f
@@ -268,4 +266,3 @@ def test_the_store_is_empty_after_fifty_steps_and_after_a_failed_one(ray_here):
     training_step(groups)
     backend.wait()
     assert until_as(before) <= before
-    backend.shutdown()
