@@ -37,8 +37,9 @@ def test_megatron_thd_pads_each_row_for_ranks_that_share_it():
     packed = pack(ROWS)
     inputs = model_inputs(packed, layout("thd", tp=2))
     params = inputs.arguments["packed_seq_params"]
-    assert params.cu_seqlens_q.tolist() == [0, 3, 8]
-    assert params.cu_seqlens_q_padded.tolist() == params.cu_seqlens_kv_padded.tolist() == [0, 4, 10]
+    # Padding is the end of its row: between rows, what a backward pass leaves there would be undefined.
+    assert params.cu_seqlens_q.tolist() == params.cu_seqlens_kv.tolist() == [0, 4, 10]
+    assert params.cu_seqlens_q_padded is None
     assert params.max_seqlen_q == 6
     assert inputs.arguments["input_ids"].tolist() == [[3, 4, 5, 0, 6, 7, 8, 9, 10, 0]]
     assert inputs.arguments["input_ids"][0, inputs.predict].tolist() == packed.input_ids[packed.predict].tolist()

@@ -102,16 +102,12 @@ def _kernel(packed: PackedRows) -> Inputs:
     return Inputs(arguments, (positions, longest), packed.predict)
 
 
-def _boundaries(qkv_format: str, cu_seqlens: torch.Tensor, longest: int, starts: torch.Tensor | None = None) -> Any:
-    """Megatron's PackedSeqParams; `starts` only where rows are padded, or TransformerEngine takes that for granted."""
+def _boundaries(qkv_format: str, cu_seqlens: torch.Tensor, longest: int) -> Any:
     rows = cu_seqlens.to(torch.int32)
-    places = None if starts is None else starts.to(torch.int32)
     return import_megatron("packed_seq_params").PackedSeqParams(
         qkv_format=qkv_format,
         cu_seqlens_q=rows,
         cu_seqlens_kv=rows,
-        cu_seqlens_q_padded=places,
-        cu_seqlens_kv_padded=places,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
     )
@@ -135,7 +131,11 @@ def _padded(packed: PackedRows, layout: Layout) -> Inputs:
 
 
 def _thd(packed: PackedRows, layout: Layout) -> Inputs:
-    """Packed rows for TransformerEngine, each padded to `layout.multiple` and dealt over context-parallel ranks."""
+    """Packed rows for TransformerEngine, each padded to `layout.multiple` and dealt over context-parallel ranks.
+
+    Padding stands at the end of its row and belongs to it: causal attention does not look there, and nobody reads what
+    comes out. Between rows it would be nobody's, and what TransformerEngine leaves there as a gradient is undefined.
+    """
     ids, positions, cu_seqlens = _tokens(packed)
     if layout.multiple == 1:
         arguments = {
@@ -153,7 +153,7 @@ def _thd(packed: PackedRows, layout: Layout) -> Inputs:
     total = int(starts[-1])
     wide_ids, wide_positions = ids.new_zeros(total), positions.new_zeros(total)
     wide_ids[place], wide_positions[place] = ids, positions
-    params = _boundaries("thd", cu_seqlens, int(padded.max()), starts)
+    params = _boundaries("thd", starts, int(padded.max()))
     if layout.cp > 1:
         mine = _context_rows(starts, layout.cp, import_megatron("parallel_state").get_context_parallel_rank())
         wide_ids, wide_positions = wide_ids[mine], wide_positions[mine]
@@ -255,7 +255,7 @@ def gather_context(local: torch.Tensor, inputs: Inputs, layout: Layout) -> torch
     """
     state = import_megatron("parallel_state")
     params = inputs.arguments["packed_seq_params"]
-    starts = params.cu_seqlens_q_padded.to(torch.int64)
+    starts = params.cu_seqlens_q.to(torch.int64)
     places = torch.cat([_context_rows(starts, layout.cp, rank) for rank in range(layout.cp)])
     whole = _GatherSlices.apply(local, state.get_context_parallel_group())
     return torch.empty_like(whole).index_copy(0, places, whole)
