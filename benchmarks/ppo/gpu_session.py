@@ -208,12 +208,18 @@ def updates(options: argparse.Namespace) -> Iterator[Part]:
         return
     once, beside = "--turns 1 --liger", "an update against a plain loop"
     for name, show, words, seconds in (
-        ("1.5b", beside, f"--rows 24 --response-length 512 2048 8192 {once}", 170),
-        ("1.5b-kept", "the same, activations kept", f"--rows 24 --response-length 8192 --no-checkpointing {once}", 100),
-        ("0.5b", beside, "--response-length 512 --turns 2 --liger", 50),
+        ("1.5b", beside, f"--rows 24 --response-length 8192 {once}", 150),
+        ("1.5b-short", beside, f"--rows 48 --response-length 512 2048 {once}", 110),
+        (
+            "1.5b-kept",
+            "the engine alone, activations kept",
+            f"--rows 24 --response-length 8192 --no-checkpointing --variants ostinato {once}",
+            50,
+        ),
+        ("0.5b", beside, "--rows 256 --response-length 512 --turns 2 --liger", 90),
         ("7b", beside, f"--rows 8 --token-budget 8192 --response-length 512 2048 {once}", 200),
     ):
-        model = name.removesuffix("-kept")
+        model = name.partition("-")[0]
         yield Part(f"update-{name}", show, [[*fsdp, "--model", model, *words.split()]], "vllm", seconds)
     words = "--device cuda --model 1.5b --response-length 2048 --rows 32 --micro-batch-rows 8 --also kernel"
     yield Part("update-megatron", "Megatron beside FSDP", [[*megatron, *words.split()]], "vllm", 90)
