@@ -45,8 +45,8 @@ class Writer:
             self._last.end()
 
     def write(self, path: Path, state: dict[str, Any], content: dict[str, Any]) -> None:
-        """Write a state; collective. Arguments and errors are those of `start`."""
-        self._write(path, *self._taken(path, state, content))
+        """Write a state by way of host memory; collective. Arguments and errors are those of `start`."""
+        self._write(path, *self._taken(path, state, content, pinned=False))
 
     def start(self, path: Path, state: dict[str, Any], content: dict[str, Any]) -> WriteUnderWay:
         """Copy a state to host memory and begin to write it; collective.
@@ -59,16 +59,18 @@ class Writer:
         Raises:
             CheckpointError: it cannot be written; of what the thread meets, where it is waited for.
         """
-        taken = self._taken(path, state, content)
+        taken = self._taken(path, state, content, pinned=True)
         self._last = WriteUnderWay(lambda: self._write(path, *taken))
         return self._last
 
-    def _taken(self, path: Path, state: dict[str, Any], content: dict[str, Any]) -> tuple[dict[str, Any], Any]:
+    def _taken(
+        self, path: Path, state: dict[str, Any], content: dict[str, Any], *, pinned: bool
+    ) -> tuple[dict[str, Any], Any]:
         self.end()
         own = import_megatron("dist_checkpointing.core").CheckpointingException
         with named_failure(_what(path), CheckpointError, own, advice=not_in_force(METADATA)):
             prepared, config = _prepared(path, state, content)
-        copied = _copied(prepared)
+        copied = _copied(prepared, pinned)
         if self._device.type == "cuda":
             torch.cuda.current_stream().synchronize()
         return copied, config
@@ -118,20 +120,23 @@ def _prepared(path: Path, state: dict[str, Any], content: dict[str, Any]) -> tup
     return taken, config
 
 
-def _copied(prepared: dict[str, Any]) -> dict[str, Any]:
-    """This rank's part in host memory, as torch's writer takes it; objects are pickled here and now."""
+def _copied(prepared: dict[str, Any], pinned: bool) -> dict[str, Any]:
+    """This rank's part in host memory, as torch's writer takes it; objects are pickled here and now.
+
+    Page-locked memory is worth its price (blocks rounded up to a power of two) only where training waits for the copy.
+    """
     strategies = import_megatron("dist_checkpointing.strategies.torch")
     by_key, _, _ = strategies._replace_state_dict_keys_with_sharded_keys(prepared, keep_only_main_replica=True)
     sharded_tensor = import_megatron("dist_checkpointing.mapping").ShardedTensor
     for entries in by_key.values():
         for entry in entries:
             if isinstance(entry, sharded_tensor):
-                entry.data = _on_host(entry.data)
+                entry.data = _on_host(entry.data, pinned)
     return strategies.mcore_to_pyt_state_dict(by_key, False)
 
 
-def _on_host(tensor: torch.Tensor) -> torch.Tensor:
-    copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)
+def _on_host(tensor: torch.Tensor, pinned: bool) -> torch.Tensor:
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pinned and tensor.is_cuda)
     return copy.copy_(tensor.detach(), non_blocking=True)
 
 
