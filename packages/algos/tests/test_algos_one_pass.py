@@ -7,9 +7,14 @@ import logging
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ostinato.algos import (
+    ArgumentError,
+    token_entropy,
+    token_log_probs,
     token_log_probs_and_entropy_from_hidden,
+    token_log_probs_from_hidden,
     token_sum_pi_squared,
     token_sum_pi_squared_from_hidden,
 )
@@ -104,6 +109,67 @@ def test_a_host_that_cannot_compile_is_told_once_and_computes(monkeypatch, caplo
     assert len(tries) == 1
     assert len(caplog.messages) == 1
     assert "runs uncompiled and slower (RuntimeError: Failed to find C compiler)" in caplog.text
+
+
+def test_a_function_is_compiled_for_more_kinds_of_arguments_than_pytorch_allows_at_once(monkeypatch, caplog):
+    """Two temperatures with and without entropy, a last chunk of one position: more than 8, and none runs slower."""
+    torch.compiler.reset()
+    made, compile = [], torch.compile
+
+    def backend(graph, _):
+        made.append(graph)
+        return graph
+
+    monkeypatch.setattr(torch, "compile", lambda function, **options: compile(function, backend=backend, **options))
+
+    @in_one_pass
+    def scaled(x, factor, plus):
+        return x * factor + plus
+
+    for dtype, factor, plus, rows in itertools.product((torch.float32, torch.float64), (1.0, 0.7), (0, 1), (3, 4, 1)):
+        x = torch.ones(rows, 2, dtype=dtype)
+        torch.testing.assert_close(
+            scaled(x.as_subclass(OnAGpu), factor, plus).as_subclass(torch.Tensor), x * factor + plus
+        )
+    assert len(made) > 8
+    assert "uncompiled" not in caplog.text
+
+
+def test_a_caller_that_is_compiled_takes_the_chunks_in():
+    """As on a GPU, with tensors that hold nothing, and without a break in the caller's graph."""
+    torch.compiler.reset()
+    caller = torch.compile(token_log_probs_and_entropy_from_hidden, backend="eager", fullgraph=True)
+    with FakeTensorMode():
+        hidden, weight = (torch.empty(n, 6, device="cuda", requires_grad=True) for n in (7, 5))
+        labels = torch.empty(7, dtype=torch.long, device="cuda")
+        assert [x.shape for x in caller(hidden, weight, labels, 0.7, chunk_size=3)] == [(7,), (7,)]
+
+
+def test_a_caller_that_is_compiled_for_any_temperature_has_it_checked():
+    torch.compiler.reset()
+    logits, labels, *_ = chunk()
+    compiled = torch.compile(token_log_probs, backend="aot_eager", fullgraph=True, dynamic=True)
+    for temperature in (0.7, 1.3, 1.0):
+        torch.testing.assert_close(compiled(logits, labels, temperature), token_log_probs(logits, labels, temperature))
+    for temperature in (0.0, -1.0, float("inf"), float("nan")):
+        with pytest.raises(ArgumentError, match="finite number above 0"):
+            token_log_probs(logits, labels, temperature)
+
+
+def test_an_entropy_of_what_is_no_number_is_none():
+    """It was 0: a comparison with nan is false. A token out of the vocabulary still adds 0."""
+    logits, *_ = chunk()
+    logits[1, 2], logits[2, 5] = float("nan"), float("inf")
+    assert token_entropy(logits).isnan().tolist() == [False, True, True, False, False]
+
+
+def test_autocast_leaves_float64_hidden_states_alone():
+    draw = torch.Generator().manual_seed(1)
+    hidden, weight = (torch.randn(n, 8, generator=draw, dtype=torch.float64) for n in (7, 19))
+    labels = torch.randint(19, (7,), generator=draw)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = token_log_probs_from_hidden(hidden, weight, labels)
+        torch.testing.assert_close(got, token_log_probs(hidden @ weight.T, labels))
 
 
 def test_memory_that_runs_out_is_no_fault_of_the_compiler(monkeypatch):

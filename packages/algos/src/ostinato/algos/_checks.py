@@ -42,12 +42,12 @@ def check_rows(where: str, name: str, labels: Sized, num_rows: int) -> None:
 def check_positive(where: str, **numbers: float) -> None:
     """Refuse numbers that are not finite and above 0."""
     for name, number in numbers.items():
-        if not (math.isfinite(number) and number > 0):
+        if not 0 < number < math.inf:  # as a compiler can read it, where the number is one that it does not fix
             raise ArgumentError(f"{where}: {name} must be a finite number above 0, got {number}")
 
 
 def check_not_negative(where: str, **numbers: float) -> None:
     """Refuse numbers that are not finite or are below 0."""
     for name, number in numbers.items():
-        if not (math.isfinite(number) and number >= 0):
+        if not 0 <= number < math.inf:
             raise ArgumentError(f"{where}: {name} must be a finite number, 0 or more, got {number}")

@@ -15,6 +15,9 @@ logger = logging.getLogger(__name__)
 P = ParamSpec("P")
 R = TypeVar("R")
 
+VARIANTS = 64
+"""How often one function is compiled; PyTorch's own limit of 8 is met by a second temperature or number type."""
+
 
 def in_one_pass(function: Callable[P, R]) -> Callable[P, R]:
     """Run a function of tensors as it is written, but compiled where its first argument lies on a GPU.
@@ -33,12 +36,14 @@ def in_one_pass(function: Callable[P, R]) -> Callable[P, R]:
     def run(*arguments: P.args, **named: P.kwargs) -> R:
         nonlocal compiled, compiles
         chunk: Any = arguments[0]
-        if not (compiles and isinstance(chunk, Tensor) and chunk.is_cuda):
+        # What a caller compiles takes the function in as it is written.
+        if torch.compiler.is_compiling() or not (compiles and isinstance(chunk, Tensor) and chunk.is_cuda):
             return function(*arguments, **named)
         if compiled is None:
             compiled = torch.compile(function, fullgraph=True)
         try:
-            return compiled(*arguments, **named)
+            with torch._dynamo.config.patch(recompile_limit=VARIANTS):
+                return compiled(*arguments, **named)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # whatever a compiler may raise; an error of the function's own comes again below

@@ -28,7 +28,9 @@ from ostinato.algos.logprob import (
 
 def _matmul_dtype(hidden: Tensor) -> torch.dtype:
     device = hidden.device.type
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+    # Autocast leaves float64 alone.
+    wide = hidden.dtype == torch.float64
+    if not wide and torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)
     return hidden.dtype
 

@@ -63,8 +63,8 @@ def chunk_statistics(
     if not entropy:
         return chosen, None
     p = log_p.exp()
-    # A logit of −inf is a token outside of the vocabulary: it adds 0, not 0·inf.
-    return chosen, -torch.where(p > 0, p * log_p, p.new_zeros(())).sum(-1)
+    # A logit of −inf is a token outside of the vocabulary: it adds 0, not 0·inf. What is no number stays none.
+    return chosen, -torch.where(p == 0, p.new_zeros(()), p * log_p).sum(-1)
 
 
 @in_one_pass
