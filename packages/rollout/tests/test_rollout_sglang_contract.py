@@ -140,21 +140,31 @@ def test_sglang_an_interrupted_call_ends_its_requests(rollout: Any, setting: Set
         assert torch.equal(rollout.generate(prompts, sampling).batch["responses"], expected)
 
 
-def test_sglang_an_interrupt_does_not_end_the_engines_own_tasks(rollout: Any, setting: Setting):
+@pytest.mark.parametrize("call", ["update_weights_from_tensor", "generate_request", "abort_request"])
+def test_sglang_an_interrupt_does_not_end_the_engines_own_tasks(rollout: Any, setting: Setting, call):
     """Ctrl-C while one of them runs: it goes on, and the call that waits is what ends."""
-    loop = rollout._engine.loop
+    loop, manager, tasks = rollout._engine.loop, rollout._manager, []
 
     async def own() -> None:
-        await asyncio.sleep(0)
         signal.raise_signal(signal.SIGINT)
         await asyncio.sleep(0)
 
-    with reshard(ModuleWeights(setting.model()[1]), rollout):
-        task = loop.create_task(own())
-        with pytest.raises(KeyboardInterrupt):
-            rollout.generate(make_prompts([[5, 6, 7]]), setting.config().sampling())
-    loop.run_until_complete(asyncio.wait({task}, timeout=5))
-    assert task.exception() is None
+    def meanwhile(*args: Any, **named: Any) -> Any:
+        delattr(manager, call)  # once
+        tasks.append(loop.create_task(own()))
+        return method(*args, **named)
+
+    def stop() -> None:
+        raise KeyboardInterrupt
+
+    method = getattr(manager, call)
+    setattr(manager, call, meanwhile)
+    if call == "abort_request":  # what follows another interrupt
+        manager.before_token = stop
+    with pytest.raises(KeyboardInterrupt), reshard(ModuleWeights(setting.model()[1]), rollout):
+        rollout.generate(make_prompts([[5, 6, 7]]), setting.config().sampling())
+    loop.run_until_complete(asyncio.wait(tasks, timeout=5))
+    assert [task.exception() for task in tasks] == [None]
 
 
 def test_sglang_a_lost_process_is_an_error(rollout: Any, setting: Setting, monkeypatch):
@@ -212,16 +222,16 @@ def test_sglang_bad_input_is_refused_before_anything_is_built(changes, key, work
 
 
 TWO_RANKS = """
-import asyncio, os, signal, subprocess, sys, threading, time
+import os, signal, subprocess, sys
 from pathlib import Path
-import psutil, pytest, torch
+import pytest, torch
 torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGKILL)  # a test run that is killed takes its ranks along
 rank, path = int(sys.argv[1]), Path(sys.argv[2])
 from ostinato.rollout import build_rollout
 from ostinato.rollout.errors import EngineStateError
 from ostinato.rollout.reshard import reshard
 from ostinato.rollout.testing import ModuleWeights, Setting, make_prompts
-from ostinato.rollout.testing.sglang_stand_in import Engine, Manager, stand_in
+from ostinato.rollout.testing.sglang_stand_in import Engine, stand_in
 
 stand_in(pytest.MonkeyPatch())
 build = Engine.__init__
@@ -255,17 +265,18 @@ def interrupt():
     os.kill(os.getpid(), signal.SIGINT)
 with reshard(ModuleWeights(module), rollout):
     # The rank that waits: its Ctrl-C comes once it has the answer, and the next call has its own.
-    if rank == 0:
-        rollout._manager.before_token = lambda: time.sleep(0.1)
-    else:
-        threading.Timer(0.2, interrupt).start()
+    broadcast = torch.distributed.broadcast_object_list
+    def interrupted(*args, **named):
+        torch.distributed.broadcast_object_list = broadcast
+        interrupt()
+        broadcast(*args, **named)
+    if rank == 1:
+        torch.distributed.broadcast_object_list = interrupted
     try:
         answers([5, 6], [7])
         waited = rank == 0
     except KeyboardInterrupt:
         waited = rank == 1
-    if rank == 0:
-        rollout._manager.before_token = None
     print(waited, answers([9], [8, 7]), answers([5, 6], [7]) == rows)
     # The rank that acts: the other one is told.
     if rank == 0:

@@ -15,6 +15,7 @@ import itertools
 import json
 import logging
 import os
+import time
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
@@ -171,14 +172,16 @@ class SglangRollout(EngineAdapter):
         return self._finish(self._engine.loop.create_task(call))
 
     def _finish(self, task: asyncio.Task[T]) -> T:
-        loop = self._engine.loop
         while not task.done():
-            # What a handler raises within the loop ends the task that just runs, which may be SGLang's own.
-            with HeldSignals():
-                loop.run_until_complete(asyncio.wait({task}, timeout=_POLL_SECONDS))
+            self._run_loop(asyncio.wait({task}, timeout=_POLL_SECONDS))
             if not task.done():
                 self._require_processes()
         return task.result()
+
+    def _run_loop(self, call: Coroutine[Any, Any, T]) -> T:
+        # What a handler raises within the loop ends the task that just runs, which may be SGLang's own.
+        with HeldSignals():
+            return self._engine.loop.run_until_complete(call)
 
     def _require_processes(self) -> None:
         import psutil
@@ -317,10 +320,9 @@ class SglangRollout(EngineAdapter):
         request = UpdateWeightsFromTensorReqInput(
             serialized_named_tensors=list(payloads), load_format=LOADER, flush_cache=False
         )
-        loop = self._engine.loop
-        self._pending = loop.create_task(self._manager.update_weights_from_tensor(request, None))
+        self._pending = self._engine.loop.create_task(self._manager.update_weights_from_tensor(request, None))
         # Far enough for the request to leave; its answer is waited for later.
-        loop.run_until_complete(asyncio.sleep(0.0))
+        self._run_loop(asyncio.sleep(0.0))
 
     def _finish_pending(self) -> None:
         if self._pending is not None:
@@ -420,13 +422,14 @@ class SglangRollout(EngineAdapter):
         return answers if isinstance(answers, list) else [answers]
 
     def _drain(self, task: asyncio.Task[Any]) -> None:
-        loop = self._engine.loop
         try:
             self._require_processes()
         except EngineStateError:
             return
         self._manager.abort_request(abort_all=True)
-        loop.run_until_complete(asyncio.wait({task}, timeout=_DRAIN_SECONDS))
+        end = time.monotonic() + _DRAIN_SECONDS
+        while not task.done() and time.monotonic() < end:  # in turns: a second interrupt is heard between them
+            self._run_loop(asyncio.wait({task}, timeout=_POLL_SECONDS))
         if task.done() and not task.cancelled():
             task.exception()
         flushed = self._wait(self._manager.flush_cache(timeout_s=_DRAIN_SECONDS))

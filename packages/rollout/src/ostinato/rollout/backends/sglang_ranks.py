@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -27,7 +27,11 @@ class HeldSignals:
 
     def __enter__(self) -> HeldSignals:
         """Hold from here on."""
-        self._hold()
+        try:
+            self._hold()
+        except BaseException:  # of the one that was not held yet
+            self._release()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -46,15 +50,26 @@ class HeldSignals:
     def _hold(self) -> None:
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
-                if callable(signal.getsignal(number)):
-                    self._handlers[number] = signal.signal(number, lambda came, _: self._came.append(came))
+                handler = signal.getsignal(number)
+                if callable(handler):
+                    self._handlers[number] = handler
+                    signal.signal(number, lambda came, _: self._came.append(came))
 
     def _release(self) -> None:
-        while self._handlers:
-            signal.signal(*self._handlers.popitem())
-        came, self._came = self._came, []
-        for number in dict.fromkeys(came):
-            signal.raise_signal(number)
+        try:
+            self._restore()
+        except BaseException:  # of a handler that is back already; the others must not stay held
+            self._restore()
+            raise
+        came, self._came = dict.fromkeys(self._came), []
+        with ExitStack() as each:  # also after one whose handler raises
+            for number in reversed(came):
+                each.callback(signal.raise_signal, number)
+
+    def _restore(self) -> None:
+        for number in [*self._handlers]:
+            signal.signal(number, self._handlers[number])
+            del self._handlers[number]
 
 
 class EngineRanks:
