@@ -172,12 +172,13 @@ def test_row_attention_takes_later_versions_of_flash_4(gpu, release):
     assert row_kernel(GPU, 128) == f"flash-attn-4 {release}"
 
 
-def test_row_attention_keeps_an_order_where_one_is_asked_for(gpu):
+def test_row_attention_keeps_an_order_where_one_is_asked_for(gpu, caplog):
     def unordered(*_, **__):
         raise AssertionError("FlashAttention-4's gradients have no fixed order")
 
     gpu(flash=unordered)
     rows = [torch.randn(5, 1, 64) for _ in range(3)]
+    caplog.set_level(logging.INFO)
     torch.use_deterministic_algorithms(True)
     try:
         name, out = row_kernel(GPU, 64), attend_within_rows(*rows, boundaries([5]), 5)
@@ -185,6 +186,8 @@ def test_row_attention_keeps_an_order_where_one_is_asked_for(gpu):
         torch.use_deterministic_algorithms(False)
     torch.testing.assert_close(out, by_mask(*rows, [5]))
     assert (name, row_kernel(GPU, 64)) == (TORCH, FLASH)
+    logged = [record.message.partition("64 on ")[2] for record in caplog.records]
+    assert logged == [f"cuda:0: {TORCH}", f"cpu: {TORCH}", f"cuda:0: {FLASH}"]
 
 
 @pytest.mark.parametrize(

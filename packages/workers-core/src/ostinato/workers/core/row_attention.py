@@ -62,8 +62,8 @@ def attend_within_rows(
         (T, H, D), the query's number type.
     """
     back = -1 if window is None or window >= longest else window - 1
-    kernel = _flash_4_kernel(query.device, query.shape[-1])
-    if kernel is None or torch.are_deterministic_algorithms_enabled():
+    kernel = _flash_4_kernel(query.device, query.shape[-1], torch.are_deterministic_algorithms_enabled())
+    if kernel is None:
         return _torch(query, key, value, cu_seqlens, longest, scale, back)
     out, _ = kernel(
         query,
@@ -87,15 +87,20 @@ def row_kernel(device: torch.device, head_width: int) -> str:
         device: a GPU.
         head_width: D.
     """
-    kernel = _flash_4_kernel(device, head_width)
-    return _name(None if torch.are_deterministic_algorithms_enabled() else kernel)
+    return _name(_flash_4_kernel(device, head_width, torch.are_deterministic_algorithms_enabled()))
 
 
 @cache
-def _flash_4_kernel(device: torch.device, head_width: int) -> Callable[..., Any] | None:
-    """FlashAttention-4's function where a GPU runs heads of this width with it; what was chosen is logged once."""
+def _flash_4_kernel(device: torch.device, head_width: int, in_order: bool) -> Callable[..., Any] | None:
+    """FlashAttention-4's function where a GPU runs heads of this width with it; what was chosen is logged once.
+
+    Args:
+        device: a GPU.
+        head_width: D.
+        in_order: gradients must add up in a fixed order, which it does not have.
+    """
     widths = _FLASH_4_WIDTHS.get(torch.cuda.get_device_capability(device)[0], ())
-    kernel = _flash_4() if head_width in widths else None
+    kernel = _flash_4() if head_width in widths and not in_order else None
     logger.info("attention of packed rows, heads of %d on %s: %s", head_width, device, _name(kernel))
     return kernel
 
