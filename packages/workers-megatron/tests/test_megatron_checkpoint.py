@@ -159,6 +159,7 @@ def test_megatron_save_that_fails_names_rank_and_reason(in_background, megatron_
         (FileSystemWriter, "write_data", full, r"OSError: .*No space left"),
         (writing, "_mark", full, r"OSError: .*No space left"),
         (writing, "_mark", TypeError("no JSON"), "TypeError: no JSON"),
+        (writing, "_on_host", RuntimeError("can't allocate memory"), "RuntimeError: can't allocate memory"),
     ):
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, Mock(side_effect=error))

@@ -70,9 +70,9 @@ class Writer:
         own = import_megatron("dist_checkpointing.core").CheckpointingException
         with named_failure(_what(path), CheckpointError, own, advice=not_in_force(METADATA)):
             prepared, config = _prepared(path, state, content)
-        copied = _copied(prepared, pinned)
-        if self._device.type == "cuda":
-            torch.cuda.current_stream().synchronize()
+            copied = _copied(prepared, pinned)  # the host's memory may not do
+            if self._device.type == "cuda":
+                torch.cuda.current_stream().synchronize()
         return copied, config
 
     def _write(self, path: Path, state: dict[str, Any], config: Any) -> None:
