@@ -64,7 +64,7 @@ def test_megatron_micro_batch_without_rows_runs_one_token(rows):
 
 
 def row_by_row(query, key, value, cu_seqlens, longest, scale):
-    """What PyTorch's kernel computes, on any device."""
+    """What `attend_within_rows` computes, on any device."""
     assert cu_seqlens.dtype == torch.int32
     assert longest == int(cu_seqlens.diff().max())
     parts = []
@@ -77,7 +77,7 @@ def row_by_row(query, key, value, cu_seqlens, longest, scale):
 
 @pytest.mark.usefixtures("megatron_on_cpu")
 def test_megatron_rows_that_run_through_a_kernel_are_the_oracles(megatron_workspace, monkeypatch):
-    """The boundaries that PyTorch's kernel gets, in recomputed layers too; the kernel itself is replaced here."""
+    """The boundaries that the kernel gets, in recomputed layers too; the kernel itself is replaced here."""
     monkeypatch.setattr(build, "runs_kernel", lambda *_: True)
     monkeypatch.setattr(attention, "attend_within_rows", row_by_row)
     for check in (conformance.check_log_probs, conformance.check_empty_micro_batches):

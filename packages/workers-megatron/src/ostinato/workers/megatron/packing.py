@@ -1,8 +1,8 @@
 """From packed rows to what Megatron's model is called with, and from its hidden states to what it says.
 
-TransformerEngine's attention takes packed rows as they are (`thd`), and so does PyTorch's kernel in Megatron's own
-layers (`kernel`). Where that does not run, Megatron's own attention takes a mask (`mask`): packed rows become one
-sequence under a block-diagonal mask, whose cost grows with the square of the pack.
+TransformerEngine's attention takes packed rows as they are (`thd`), and so does `RowAttention` in Megatron's own layers
+(`kernel`). Where that does not run, Megatron's own attention takes a mask (`mask`): packed rows become one sequence
+under a block-diagonal mask, whose cost grows with the square of the pack.
 """
 
 from __future__ import annotations

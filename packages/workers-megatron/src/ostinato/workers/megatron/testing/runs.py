@@ -284,7 +284,7 @@ def four_ranks(workspace: Path, device_type: str = "cpu") -> list[str]:
 def one_gpu(workspace: Path) -> list[str]:
     """The suite with Megatron's own layers, where float32 is exact; bf16 and TransformerEngine within their rounding.
 
-    In bf16 Megatron's own layers run PyTorch's kernel, or a mask where that is asked for.
+    In bf16 Megatron's own layers run `RowAttention`, or a mask where that is asked for.
     """
     passed = run(workspace, [("local", {}, conformance.CHECKS)])
     masked = {"override_transformer_config": {"transformer_impl": "local", "attention_backend": "local"}}
