@@ -2,9 +2,11 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import pickle
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from ostinato.workers.core.config import ModelConfig
 from ostinato.workers.core.testing.oracle import make_rows, start
@@ -17,6 +19,7 @@ from ostinato.workers.megatron.errors import (
     ModelLoadError,
     TransformerEngineMissingError,
 )
+from ostinato.workers.megatron.folder import Folder
 from ostinato.workers.megatron.testing import cpu
 from ostinato.workers.megatron.testing.runs import megatron
 
@@ -111,6 +114,30 @@ def test_megatron_refuses_calls_out_of_order(megatron_workspace):
         engine(megatron_workspace / "lm", model={"lora_rank": 4}).build()
     with pytest.raises(ModelLoadError, match="expected a trained head"):
         engine(megatron_workspace / "lm", head="value").build()
+
+
+INDEX, SHARD = "model.safetensors.index.json", "model-00001-of-00002.safetensors"
+
+
+@pytest.mark.parametrize(
+    ("files", "text"),
+    [
+        ({INDEX: "{"}, f"{INDEX} cannot be read .JSONDecodeError"),
+        ({INDEX: "{}"}, f"{INDEX} cannot be read .KeyError: 'weight_map'"),
+        ({INDEX: "[]"}, f"{INDEX} cannot be read .TypeError"),
+        ({INDEX: '{"weight_map": {}}'}, f"expected .*, .*{INDEX} names none"),
+        ({INDEX: f'{{"weight_map": {{"a": "{SHARD}"}}}}'}, f"{SHARD} cannot be read .FileNotFoundError"),
+        ({INDEX: '{"weight_map": {"a": "one.safetensors"}}'}, "one.safetensors cannot be read .SafetensorError"),
+        ({"two.safetensors": "cut"}, "two.safetensors cannot be read .SafetensorError"),
+    ],
+)
+def test_megatron_folder_that_is_not_whole_is_named_by_its_file(files, text, tmp_path):
+    save_file({"b": torch.ones(2)}, tmp_path / "one.safetensors")
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
+    with pytest.raises(ModelLoadError, match=text) as caught:
+        Folder(str(tmp_path)).read("a", (2,))
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
 
 def test_megatron_offload_frees_parameters_optimizer_and_gradients(megatron_workspace):

@@ -8,6 +8,7 @@ import threading
 from unittest.mock import Mock
 
 import pytest
+import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from ostinato.workers.core.config import ModelConfig
@@ -76,6 +77,18 @@ def test_megatron_folder_that_cannot_be_made_is_the_checkpoints_failure(megatron
     (tmp_path / "file").write_text("not a folder")
     with pytest.raises(CheckpointError, match="file/1 cannot be written: rank 0: NotADirectoryError"):
         driver.engine.save(tmp_path / "file" / "1")
+
+
+def test_megatron_save_after_a_rank_has_died_is_the_checkpoints_failure(megatron_workspace, tmp_path, monkeypatch):
+    """The ranks that are left meet it in the first collective, before anything is written."""
+    driver = start(megatron(), megatron_workspace / "lm")
+    driver.engine.save(tmp_path)
+    lost = RuntimeError("Connection closed by peer")
+    for owner, name in ((dist, "broadcast_object_list"), (type(driver.engine._built.modules[0]), "sharded_state_dict")):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, Mock(side_effect=lost))
+            with pytest.raises(CheckpointError, match=r"cannot be written: rank 0: RuntimeError: Connection closed"):
+                driver.engine.save(tmp_path)
 
 
 def test_megatron_frozen_model_reads_a_trained_ones_checkpoint(megatron_workspace, tmp_path):

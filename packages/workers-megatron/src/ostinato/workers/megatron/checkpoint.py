@@ -56,19 +56,23 @@ def save(
         CheckpointError: It cannot be written, on whichever rank.
     """
     writer.end()
-    metadata = _metadata()
-    state = _model_state(built, metadata)
-    if optimizer is not None and counters["updates"]:
-        state[OPTIMIZER] = optimizer.sharded_state_dict(state, is_loading=False, metadata=metadata)
-    state["counters"] = dict(counters)
-    state["distributed"] = _distributed(optimizer)
-    state["random"] = _random_state(device)
-    _make_folder(path)
+    what, advice = f"checkpoint {path} cannot be written", not_in_force(METADATA)
+    with named_failure(what, CheckpointError, advice=advice):
+        metadata = _metadata()
+        state = _model_state(built, metadata)
+        if optimizer is not None and counters["updates"]:
+            state[OPTIMIZER] = optimizer.sharded_state_dict(state, is_loading=False, metadata=metadata)
+        state["counters"] = dict(counters)
+        state["distributed"] = _distributed(optimizer)
+        state["random"] = _random_state(device)
+        failure = _make_folder(path)
+    if failure is not None:
+        raise CheckpointError(f"{what}: rank 0: {failure}. {advice}")
     return (writer.start if background else writer.write)(path, state, dict(FORMAT))
 
 
-def _make_folder(path: Path) -> None:
-    """Make a checkpoint's folder, or take an old one out of force; collective, so that a failure reaches all ranks."""
+def _make_folder(path: Path) -> str | None:
+    """Make a checkpoint's folder, or take an old one out of force; collective, so that all ranks have its failure."""
     failure: list[str | None] = [None]
     if dist.get_rank() == 0:
         try:
@@ -77,8 +81,7 @@ def _make_folder(path: Path) -> None:
         except OSError as error:
             failure = [f"{type(error).__name__}: {error}"]
     dist.broadcast_object_list(failure, src=0)
-    if failure[0] is not None:
-        raise CheckpointError(f"checkpoint {path} cannot be written: rank 0: {failure[0]}. {not_in_force(METADATA)}")
+    return failure[0]
 
 
 def load(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from ostinato.workers.megatron.errors import ModelLoadError
 from ostinato.workers.megatron.mapping import Shape
@@ -19,7 +21,7 @@ class Folder:
         path: a Hugging Face folder, or a name whose files are in the local cache or can be fetched.
 
     Raises:
-        ModelLoadError: There are no safetensors files.
+        ModelLoadError: There are no safetensors files, or they cannot be read.
     """
 
     def __init__(self, path: str) -> None:
@@ -32,14 +34,16 @@ class Folder:
         index = root / "model.safetensors.index.json"
         self._files: dict[str, Path] = {}
         if index.is_file():
-            weight_map = json.loads(index.read_text())["weight_map"]
-            self._files = {name: root / file for name, file in weight_map.items()}
+            with self._readable(index):
+                weight_map = json.loads(index.read_text())["weight_map"]
+                self._files = {name: root / file for name, file in weight_map.items()}
         else:
             for file in sorted(root.glob("*.safetensors")):
-                with _opened(file) as opened:
+                with self._readable(file), _opened(file) as opened:
                     self._files |= dict.fromkeys(opened.keys(), file)
         if not self._files:
-            raise ModelLoadError(f"model.path {path}: expected *.safetensors files, found none in {root}.")
+            where = f"{index} names none" if index.is_file() else f"found none in {root}"
+            raise ModelLoadError(f"model.path {path}: expected *.safetensors files, {where}.")
 
     def __contains__(self, name: str) -> bool:
         return name in self._files
@@ -48,9 +52,9 @@ class Folder:
         """One whole tensor, as it was saved.
 
         Raises:
-            ModelLoadError: It has another shape than the configuration says.
+            ModelLoadError: It has another shape than the configuration says, or cannot be read.
         """
-        with _opened(self._files[name]) as opened:
+        with self._readable(self._files[name]), _opened(self._files[name]) as opened:
             tensor = opened.get_tensor(name)
         if tuple(tensor.shape) != shape:
             raise ModelLoadError(
@@ -58,6 +62,17 @@ class Folder:
                 f"{tuple(tensor.shape)}."
             )
         return tensor
+
+    @contextmanager
+    def _readable(self, file: Path) -> Iterator[None]:
+        """Name the file that is missing, cut off, or not what its index says."""
+        try:
+            yield
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
+            raise ModelLoadError(
+                f"model.path {self.path}: {file} cannot be read ({type(error).__name__}: {error}). The folder is not "
+                "whole; fetch or copy it again."
+            ) from error
 
 
 def _opened(file: Path) -> safe_open:
