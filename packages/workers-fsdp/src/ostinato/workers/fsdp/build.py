@@ -325,7 +325,9 @@ def build_module(
         except Exception as error:  # every rank must learn of it, or the others wait for weights
             logger.exception("%s could not be loaded", model.path)
             failure = [
-                error if isinstance(error, ModelLoadError) else ModelLoadError(f"model.path {model.path}: {error}")
+                error
+                if isinstance(error, ModelLoadError)
+                else ModelLoadError(f"model.path {model.path}: {type(error).__name__}: {error}")
             ]
     dist.broadcast_object_list(failure, src=0)
     if failure[0] is not None:
