@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from unittest.mock import Mock
+
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -79,9 +81,12 @@ def row_by_row(query, key, value, cu_seqlens, longest, scale):
 def test_megatron_rows_that_run_through_a_kernel_are_the_oracles(megatron_workspace, monkeypatch):
     """The boundaries that the kernel gets, in recomputed layers too; the kernel itself is replaced here."""
     monkeypatch.setattr(build, "runs_kernel", lambda *_: True)
-    monkeypatch.setattr(attention, "attend_within_rows", row_by_row)
+    kernel = Mock(side_effect=row_by_row)
+    monkeypatch.setattr(attention, "attend_within_rows", kernel)
     for check in (conformance.check_log_probs, conformance.check_empty_micro_batches):
+        kernel.reset_mock()
         check(megatron(), megatron_workspace)
+        assert kernel.called
 
 
 @pytest.mark.parametrize(
