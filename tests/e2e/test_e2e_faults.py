@@ -88,7 +88,7 @@ def _heeds_ctrl_c():
 
 
 def newest_step(folder):
-    return max((int(path.parent.name[12:]) for path in folder.glob("global_step_*/COMPLETE")), default=0)
+    return max((int(path.parent.name[12:]) for path in folder.glob("global_step_*[0-9]/COMPLETE")), default=0)
 
 
 def in_force(text):

@@ -107,12 +107,14 @@ def _main(argv: Sequence[str] | None, interrupts: Interrupts) -> int:
         return _fail(error.problems)
     from ostinato.ppo.plan import plan_text
 
+    dry = checked.config.trainer.dry_run
+    if not dry:
+        interrupts.text = lambda: outlook(checked.config)
     _write(plan_text(checked))
     for warning in checked.warnings:
         logger.warning(warning)
-    if checked.config.trainer.dry_run:
+    if dry:
         return _write("Everything checked; nothing was started (trainer.dry_run=True).\n")
-    interrupts.text = lambda: outlook(checked.config)
     return _run(checked.config)
 
 
