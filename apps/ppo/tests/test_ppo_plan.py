@@ -74,3 +74,22 @@ def test_ppo_preflight_length_tells_the_passes_over_the_data(make):
     )
     text = plan_text(examine(make(**{"trainer.total_epochs": 2, "trainer.total_training_steps": 5})))
     assert "trainer.total_training_steps=5 = 5 steps, 10 updates of the actor, 5 passes over the data\n" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "text"),
+    [
+        ("model.safetensors", b"version https://git-lfs.github.com/spec/v1", "run `git lfs pull`"),
+        ("model.safetensors", b"\xff" * 16, "not a whole safetensors file: OverflowError"),
+        ("model.safetensors", b"\2" + b"\0" * 7 + b"[]", "not a whole safetensors file: AttributeError"),
+        ("model.safetensors", b"\x08" + b"\0" * 7 + b'{"a":{}}', "not a whole safetensors file: KeyError: 'shape'"),
+        ("config.json", b"[]", "expected a JSON object, got list"),
+    ],
+)
+def test_facts_of_files_that_are_something_else_are_a_problem_of_their_key(make, tmp_path, name, content, text):
+    """They ended the checks with an error of Python's."""
+    config = make()
+    (tmp_path / "model" / name).write_bytes(content)
+    problems = [problem for problem in examine(config).problems if problem.key == PATH]
+    assert len(problems) == 1
+    assert text in problems[0].text

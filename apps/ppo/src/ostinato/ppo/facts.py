@@ -217,20 +217,36 @@ def _read_json(path: Path) -> dict[str, Any] | None:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise Unreadable(f"{path} cannot be read: {error}") from error
-    return value if isinstance(value, dict) else None
+    if not isinstance(value, dict):
+        raise Unreadable(f"{path} cannot be read: expected a JSON object, got {type(value).__name__}")
+    return value
+
+
+_NO_SAFETENSORS = (
+    *(OSError, struct.error, MemoryError, OverflowError, RecursionError),
+    *(ValueError, KeyError, TypeError, AttributeError),
+)
+"""What reading numbers and a header out of anything else ends in."""
 
 
 def _parameters_in(file: Path) -> int:
     """Numbers in a safetensors file, from its header (8 bytes of length, then JSON)."""
     try:
         with file.open("rb") as handle:
-            (length,) = struct.unpack("<Q", handle.read(8))
+            start = handle.read(8)
+            if start == b"version ":
+                raise Unreadable(
+                    f"{file} holds no weights: it is what Git LFS leaves in their place; run `git lfs pull`"
+                )
+            (length,) = struct.unpack("<Q", start)
             header = json.loads(handle.read(length))
-    except (OSError, ValueError, struct.error, MemoryError) as error:
-        raise Unreadable(f"{file} is not a whole safetensors file: {error}") from error
-    return sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
+        return sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
+    except Unreadable:
+        raise
+    except _NO_SAFETENSORS as error:
+        raise Unreadable(f"{file} is not a whole safetensors file: {type(error).__name__}: {error}") from error
 
 
 def _parameters_by_shape(config: Mapping[str, Any]) -> int | None:
