@@ -3,6 +3,7 @@ from __future__ import annotations
 import logging
 import sys
 from functools import partial
+from importlib.metadata import version
 from types import ModuleType
 
 import pytest
@@ -164,6 +165,16 @@ def test_row_attention_warns_of_a_flash_4_that_is_of_no_use(gpu, caplog, machine
     [warning] = [record.message for record in caplog.records if record.levelname == "WARNING"]
     assert why in warning
     assert "pip install -U 'flash-attn-4[cu13]>=" in warning
+
+
+def test_row_attention_warns_of_a_flash_4_whose_installation_was_broken_off(gpu, caplog, tmp_path, monkeypatch):
+    """What pip leaves behind: metadata without a version."""
+    gpu()
+    monkeypatch.setattr(row_attention, "version", version)
+    (tmp_path / f"flash_attn_4-{NEW}.dist-info").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert row_kernel(GPU, 128) == TORCH
+    assert "flash-attn-4 None cannot be used" in caplog.text
 
 
 @pytest.mark.parametrize("release", ["4.0.0b37", "4.0.0", "4.0.0b36+local", "5.1"])

@@ -117,14 +117,15 @@ def _flash_4() -> Callable[..., Any] | None:
     except PackageNotFoundError:
         return None
     instead = f"PyTorch's kernel runs packed rows. `pip install -U '{_FLASH_4}[cu13]>={_FLASH_4_SINCE}'` may help"
-    if Version(release) < Version(_FLASH_4_SINCE):
-        logger.warning("%s %s is older than %s: %s", _FLASH_4, release, _FLASH_4_SINCE, instead)
-        return None
     try:
+        if Version(release) < Version(_FLASH_4_SINCE):
+            logger.warning("%s %s is older than %s: %s", _FLASH_4, release, _FLASH_4_SINCE, instead)
+            return None
         return import_module("flash_attn.cute").flash_attn_varlen_func
     except Exception as error:
-        # It loads a compiler and CUDA's libraries, and what it raises when one does not fit is not only ImportError.
-        logger.warning("%s %s cannot be imported (%s: %s): %s", _FLASH_4, release, type(error).__name__, error, instead)
+        # It loads a compiler and CUDA's libraries, and what it raises when one does not fit is not only ImportError. Of
+        # an installation that was broken off there may be a folder without a version.
+        logger.warning("%s %s cannot be used (%s: %s): %s", _FLASH_4, release, type(error).__name__, error, instead)
         return None
 
 
