@@ -95,3 +95,13 @@ def test_importing_every_wheel_touches_no_environment_and_no_logging():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+KINDS = ("feature", "bugfix", "doc", "removal", "misc")
+
+
+@pytest.mark.parametrize("path", PROJECTS, ids=lambda path: path.parent.name)
+def test_change_fragments_end_in_what_the_changelog_collects(path):
+    """towncrier passes over any other ending without a word."""
+    fragments = list((path.parent / "changes").glob("*.md"))
+    assert [fragment.name for fragment in fragments if fragment.name.split(".")[-2] not in KINDS] == []

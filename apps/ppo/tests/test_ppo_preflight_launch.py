@@ -67,6 +67,17 @@ def test_ppo_preflight_launch_refuses_an_adapter_without_peft(with_weights, monk
         check_launch(config)
 
 
+@pytest.mark.parametrize("role", ["actor_rollout_ref.actor", "critic"])
+def test_ppo_preflight_launch_refuses_an_optimizer_that_is_not_installed(role, with_weights, tmp_path, monkeypatch):
+    paths = {"algorithm.adv_estimator": "gae", "critic.model.path": str(tmp_path / "model")}
+    config = with_weights(**paths, **{f"{role}.optim.optimizer": "AdamW8bit", "trainer.device": "cpu"})
+    monkeypatch.setattr("ostinato.ppo.preflight_launch.find_spec", lambda module: object())
+    check_launch(config)
+    monkeypatch.setattr("ostinato.ppo.preflight_launch.find_spec", lambda module: None)
+    with pytest.raises(LaunchError, match=rf"{role}\.optim\.optimizer=AdamW8bit: .*'ostinato-ppo\[adamw8bit\]'"):
+        check_launch(config)
+
+
 @pytest.mark.parametrize("role", ["actor_rollout_ref", "critic", "reward_model"])
 def test_ppo_preflight_launch_refuses_liger_on_a_cpu_and_where_it_is_not_installed(
     role, with_weights, tmp_path, monkeypatch

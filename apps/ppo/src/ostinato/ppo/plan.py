@@ -287,15 +287,19 @@ def _memory(checked: Checked) -> Iterator[tuple[str, str]]:
 
 def _output(checked: Checked) -> Iterator[tuple[str, str]]:
     trainer = checked.config.trainer
-    every = {True: "every {} steps", False: "never"}
-    saves = every[trainer.save_freq > 0].format(trainer.save_freq)
-    tests = every[trainer.test_freq > 0].format(trainer.test_freq)
+    saves, tests = _every(trainer.save_freq), _every(trainer.test_freq)
     yield "output", f"{Path(trainer.default_local_dir)}; metrics to {', '.join(trainer.logger)}"
     before = ", and before the first step" if trainer.val_before_train else ""
     resume = trainer.resume_from_path or trainer.resume_mode
     if trainer.resume_mode == "auto" and (steps := complete_steps(Path(trainer.default_local_dir), warn=False)):
         resume = f"auto, from global_step_{steps[-1]}"
     yield "output", f"checkpoint {saves}; validation {tests}{before}; resume {resume}"
+
+
+def _every(steps: int) -> str:
+    if steps <= 0:
+        return "never"
+    return "every step" if steps == 1 else f"every {steps} steps"
 
 
 def _many(number: int, one: str, more: str = "") -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from importlib.util import find_spec
+from typing import Any
 
 from ostinato.ppo.config import PpoConfig
 from ostinato.ppo.errors import LaunchError
@@ -68,6 +69,7 @@ def _missing_software(config: PpoConfig) -> Iterator[str]:
         except (RolloutError, TrackingError) as error:
             yield str(error)
     yield from _missing_liger(config)
+    yield from _missing_optimizer(config)
     adapts = config.actor_rollout_ref.model.lora_rank or (config.needs_critic and config.critic.model.lora_rank)
     if adapts and find_spec("peft") is None:
         yield "model.lora_rank: adapters need peft, which is missing: pip install 'ostinato-workers-fsdp[lora]'"
@@ -81,6 +83,18 @@ def _missing_liger(config: PpoConfig) -> Iterator[str]:
             yield (
                 f"{role}.model.use_liger: needs liger-kernel, which is missing: pip install 'ostinato-ppo[liger]', "
                 "or set it to False"
+            )
+
+
+def _missing_optimizer(config: PpoConfig) -> Iterator[str]:
+    sections: dict[str, Any] = {"actor_rollout_ref.actor": config.actor_rollout_ref.actor}
+    if config.needs_critic:
+        sections["critic"] = config.critic
+    for role, section in sections.items():
+        if section.optim.optimizer == "AdamW8bit" and section.strategy != "megatron" and find_spec("torchao") is None:
+            yield (
+                f"{role}.optim.optimizer=AdamW8bit: needs torchao, which is missing: "
+                "pip install 'ostinato-ppo[adamw8bit]', or take AdamW"
             )
 
 

@@ -23,8 +23,8 @@ def in_one_pass(function: Callable[P, R]) -> Callable[P, R]:
     """Run a function of tensors as it is written, but compiled where its first argument lies on a GPU.
 
     Written out, each operation reads and writes the whole chunk; compiled, they share a pass. The first call on a GPU
-    takes seconds. A host that cannot compile (no C compiler, say) is told once, and runs it as it is written from then
-    on; so does `TORCH_COMPILE_DISABLE=1`.
+    takes seconds. A host that cannot compile (no C compiler, say) is told once a function, and runs it as it is written
+    from then on; so does `TORCH_COMPILE_DISABLE=1`.
 
     Args:
         function: Of tensors and plain values, the first a tensor; it returns tensors or None.
