@@ -1,13 +1,19 @@
-"""Signals that are held back while the ranks of an engine exchange something."""
+"""What the ranks of an engine exchange, and the signals that are held back meanwhile."""
 
 from __future__ import annotations
 
+import pickle
 import signal
 import threading
+import time
+from datetime import timedelta
+from typing import Any
 
 import pytest
+import torch
 
-from ostinato.rollout.backends.sglang_ranks import HeldSignals
+from ostinato.rollout.backends.sglang_ranks import EngineRanks, HeldSignals
+from ostinato.rollout.errors import EngineStateError
 
 NUMBERS = (signal.SIGINT, signal.SIGTERM)
 
@@ -92,3 +98,71 @@ def test_held_signals_in_another_thread_are_not_held(handlers):
     thread.start()
     thread.join()
     assert found == handlers
+
+
+@pytest.fixture
+def group(monkeypatch) -> dict[str, Any]:
+    """The first rank of two, with what it told the other one and how their group was made."""
+    seen: dict[str, Any] = {"told": []}
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    monkeypatch.setattr(torch.distributed, "new_group", lambda ranks, **options: seen.update(options) or object())
+
+    def broadcast(box, **_):
+        seen["told"].append(pickle.loads(pickle.dumps(box)))
+
+    monkeypatch.setattr(torch.distributed, "broadcast_object_list", broadcast)
+    return seen
+
+
+def test_ranks_are_told_of_an_answer_that_cannot_be_told(group):
+    """The other one waits for this call: nothing said would make it take the next call's answer."""
+
+    def secret():
+        return lambda: None
+
+    ranks = EngineRanks(2)
+    with pytest.raises((AttributeError, pickle.PicklingError), match="pickle"):
+        ranks.call(secret)
+    [(call, answer, failure)] = group["told"]
+    assert (call, answer) == ((1, "secret"), None)
+    assert "pickle" in failure
+    assert ranks.call(lambda: 7) == 7
+
+
+def test_ranks_name_a_connection_that_is_lost(group, monkeypatch):
+    def lost(*_, **__):
+        raise RuntimeError("Connection closed by peer")
+
+    ranks = EngineRanks(2)
+    for name, exchange in (
+        ("broadcast_object_list", lambda: ranks.call(lambda: 7)),
+        ("gather_object", lambda: ranks.gather(7)),
+    ):
+        monkeypatch.setattr(torch.distributed, name, lost)
+        with pytest.raises(EngineStateError, match=r"ranks 0 to 1, .* have lost their connection.*closed by peer"):
+            exchange()
+
+
+def test_ranks_wait_longer_than_a_call_may_take(group):
+    """`trainer.call_timeout_seconds` is an hour where nothing is set; torch's own limit is half of it."""
+    EngineRanks(2)
+    assert group["timeout"] >= timedelta(days=1)
+
+
+def test_ranks_make_one_call_after_another_from_whatever_thread(group):
+    ranks, under_way, most = EngineRanks(2), [], []
+
+    def act():
+        under_way.append(1)
+        most.append(len(under_way))
+        time.sleep(0.05)
+        under_way.pop()
+
+    threads = [threading.Thread(target=ranks.call, args=(act,)) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert most == [1, 1, 1]
+    assert [told[0] for told in group["told"]] == [(1, "act"), (2, "act"), (3, "act")]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pickle
 import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -13,6 +15,12 @@ import torch
 from ostinato.rollout.errors import EngineStateError
 
 T = TypeVar("T")
+
+ACT_TIMEOUT = timedelta(days=7)
+"""How long ranks wait for what the first one does; torch's 30 minutes are less than a call of the trainer's may take.
+
+A rank that has ended is seen at once, and one that hangs by the trainer's own deadline.
+"""
 
 
 class HeldSignals:
@@ -87,10 +95,12 @@ class EngineRanks:
         self.first = True
         self._group: Any = None
         self._calls = 0
+        self._turn = threading.RLock()
         if size > 1:
             world, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
             for start in range(0, world, size):
-                group = torch.distributed.new_group(list(range(start, start + size)), backend="gloo")
+                ranks = list(range(start, start + size))
+                group = torch.distributed.new_group(ranks, backend="gloo", timeout=ACT_TIMEOUT)
                 if start <= rank < start + size:
                     self._group, self._leader, self.first = group, start, rank == start
 
@@ -98,23 +108,27 @@ class EngineRanks:
         """Let the first rank act; what it returns or raises is there on all ranks.
 
         Raises:
-            EngineStateError: on the other ranks, where the first one failed or was interrupted, or is at another call.
+            EngineStateError: on the other ranks, where the first one failed or was interrupted, or is at another call;
+                on each, where the connection to one that has ended is lost.
         """
         if self._group is None:
             return act(*args)
         failure: BaseException | None = None
-        with HeldSignals() as held:
+        result: Any = None
+        with self._turn, HeldSignals() as held:
             self._calls += 1
             mine = (self._calls, act.__name__)
             box: list[Any] = [mine, None, None]
             if self.first:
                 try:
                     with held.let_through():
-                        box[1] = act(*args)
+                        result = act(*args)
+                        box[1] = pickle.dumps(result)  # what cannot be told must not break off the exchange
                 except BaseException as error:  # the others wait for an answer, and this is one
                     failure, box[2] = error, f"{type(error).__name__}: {error}"
             try:
-                torch.distributed.broadcast_object_list(box, src=self._leader, group=self._group)
+                with self._connected(mine[1]):
+                    torch.distributed.broadcast_object_list(box, src=self._leader, group=self._group)
             finally:
                 if failure is not None:  # also where a rank that should hear of it has ended
                     raise failure
@@ -125,13 +139,24 @@ class EngineRanks:
             )
         if box[2] is not None:
             raise EngineStateError(f"sglang rollout: rank {self._leader}, which holds the engine, failed: {box[2]}")
-        return box[1]
+        return result if self.first else pickle.loads(box[1])
+
+    @contextmanager
+    def _connected(self, act: str) -> Iterator[None]:
+        """Name what is met where a rank has ended."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise EngineStateError(
+                f"sglang rollout, {act}: the ranks {self._leader} to {self._leader + self.size - 1}, which share an "
+                f"engine, have lost their connection: one has ended, and its own log says why. {error}"
+            ) from error
 
     def gather(self, value: T) -> list[T]:
         """What each rank gave, in their order; on the first rank alone."""
         if self._group is None:
             return [value]
         values: list[Any] | None = [None] * self.size if self.first else None
-        with HeldSignals():
+        with self._turn, HeldSignals(), self._connected("gather"):
             torch.distributed.gather_object(value, values, dst=self._leader, group=self._group)
         return values or []
