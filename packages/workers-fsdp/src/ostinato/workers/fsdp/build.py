@@ -327,7 +327,10 @@ def build_module(
             failure = [
                 error
                 if isinstance(error, ModelLoadError)
-                else ModelLoadError(f"model.path {model.path}: {type(error).__name__}: {error}")
+                else ModelLoadError(
+                    f"model.path {model.path}: {type(error).__name__}: {error}. Where a file is missing, empty or cut "
+                    "off, fetch or copy the folder again."
+                )
             ]
     dist.broadcast_object_list(failure, src=0)
     if failure[0] is not None:
