@@ -126,9 +126,8 @@ def test_build_damaged_folder_is_an_error(tmp_path):
     with pytest.raises(ModelLoadError, match=str(tmp_path)):
         _build(path=str(tmp_path))
     (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin").write_bytes(b"")
-    with pytest.raises(
-        ModelLoadError, match="EOFError: .*copy the folder again"
-    ):  # an error without a text still has a name
+    # An error without a text still has a name.
+    with pytest.raises(ModelLoadError, match=r"EOFError: .*copy the folder again"):
         _build(path=str(tmp_path))
     with pytest.raises(ModelLoadError, match=r"model\.path"):
         _build()
