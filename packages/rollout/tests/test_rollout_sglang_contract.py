@@ -140,6 +140,15 @@ def test_sglang_an_interrupted_call_ends_its_requests(rollout: Any, setting: Set
         assert torch.equal(rollout.generate(prompts, sampling).batch["responses"], expected)
 
 
+@pytest.fixture
+def ctrl_c_is_heeded():
+    """A test session in the background ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c_is_heeded")
 @pytest.mark.parametrize("call", ["update_weights_from_tensor", "generate_request", "abort_request"])
 def test_sglang_an_interrupt_does_not_end_the_engines_own_tasks(rollout: Any, setting: Setting, call):
     """Ctrl-C while one of them runs: it goes on, and the call that waits is what ends."""
@@ -226,6 +235,7 @@ import os, signal, subprocess, sys
 from pathlib import Path
 import pytest, torch
 torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGKILL)  # a test run that is killed takes its ranks along
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a test session in the background ignores it
 rank, path = int(sys.argv[1]), Path(sys.argv[2])
 from ostinato.rollout import build_rollout
 from ostinato.rollout.errors import EngineStateError
