@@ -109,16 +109,23 @@ def labs(options: argparse.Namespace) -> Iterator[Part]:
     """The runs that must work as written."""
     grpo, rollout = "algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout"
     fresh = "trainer.resume_mode=disable"
+    vllm = f"{rollout}.name=vllm"
+    kl = ["actor_rollout_ref.actor.use_kl_loss=True", "actor_rollout_ref.actor.kl_loss_coef=0.001"]
+    yield Part("lab2", "lab 2", [app(options, "lab2", grpo, vllm, f"{rollout}.n=8", *kl, fresh)], "vllm", 120)
     lab3 = app(options, "lab3-sglang", grpo, f"{rollout}.name=sglang", f"{rollout}.n=8", fresh)
     yield Part("lab3-sglang", "lab 3; log-probabilities at temperature 1", [lab3], "sglang", 240)
-    vllm = f"{rollout}.name=vllm"
+    critic = f"critic.model.path={options.model}"
+    lab1 = app(
+        options, "lab1", "algorithm.adv_estimator=gae", vllm, f"{rollout}.gpu_memory_utilization=0.4", critic, fresh
+    )
+    yield Part("lab1", "lab 1", [lab1], "vllm", 120)
     lab6 = app(options, "lab6", grpo, vllm, f"{rollout}.n=8", *custom_reward(options), fresh)
     yield Part("lab6", "lab 6", [lab6], "vllm", 120)
     ppo = app(
         options, "part2-ppo", "algorithm.adv_estimator=gae", vllm, "data.max_prompt_length=512",
         "data.max_response_length=512", "actor_rollout_ref.actor.optim.lr=1e-6",
         "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8", f"{rollout}.tensor_model_parallel_size=1",
-        f"{rollout}.gpu_memory_utilization=0.4", f"critic.model.path={options.model}", "critic.optim.lr=1e-5", fresh,
+        f"{rollout}.gpu_memory_utilization=0.4", critic, "critic.optim.lr=1e-5", fresh,
     )  # fmt: skip
     yield Part("part2-ppo", "Part II, PPO", [ppo], "vllm", 150)
     offload = [f"actor_rollout_ref.actor.fsdp_config.{state}_offload=True" for state in ("param", "optimizer")]
@@ -217,7 +224,7 @@ def updates(options: argparse.Namespace) -> Iterator[Part]:
             50,
         ),
         ("0.5b", beside, "--rows 256 --response-length 512 --turns 2 --liger", 90),
-        ("7b", beside, f"--rows 8 --token-budget 8192 --response-length 512 2048 {once}", 200),
+        ("7b", beside, f"--rows 16 --token-budget 8192 --response-length 8192 512 2048 {once}", 300),
     ):
         model = name.partition("-")[0]
         yield Part(f"update-{name}", show, [[*fsdp, "--model", model, *words.split()]], "vllm", seconds)
