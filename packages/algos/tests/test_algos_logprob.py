@@ -11,7 +11,9 @@ from torch.utils._pytree import tree_leaves
 
 from ostinato.algos import (
     ArgumentError,
+    SecondOrderError,
     ShapeError,
+    full_kl,
     token_entropy,
     token_log_probs,
     token_log_probs_and_entropy,
@@ -240,6 +242,31 @@ def test_entropy_with_a_gradient_on_one_output_alone():
         (a,) = torch.autograd.grad(token_log_probs_and_entropy(leaf, labels, chunk_size=5)[index].sum(), leaf)
         (b,) = torch.autograd.grad(plain(oracle, labels)[index].sum(), oracle)
         torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("graph", ["of a sum", "of a square"], ids=str)
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda h, w, labels: token_log_probs_from_hidden(h, w, labels),
+        lambda h, w, labels: token_log_probs_and_entropy_from_hidden(h, w, labels)[1],
+        lambda h, w, labels: token_log_probs(h @ w.T, labels),
+        lambda h, w, labels: token_entropy(h @ w.T),
+        lambda h, w, labels: full_kl(h @ w.T, (h @ w.T).detach().flip(0)),
+    ],
+)
+def test_a_gradient_of_a_gradient_is_refused(read, graph):
+    """A penalty on the gradient was left out of the loss's gradient without a word, in part or as a whole."""
+    draw = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(n, 4, generator=draw).requires_grad_() for n in (5, 7))
+    out = read(hidden, weight, torch.arange(5))
+    loss = out.sum() if graph == "of a sum" else out.square().sum()
+    with pytest.raises(SecondOrderError, match="create_graph=True"):
+        torch.autograd.grad(loss, (hidden, weight), create_graph=True)
+    with pytest.raises(SecondOrderError, match="create_graph=True"):
+        loss.backward(create_graph=True)
+    loss.backward()
+    assert hidden.grad is not None
 
 
 def test_what_does_not_fit_is_refused():

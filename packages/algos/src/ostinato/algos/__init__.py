@@ -15,6 +15,7 @@ from ostinato.algos.covariance import clip_cov, kl_cov, select_clip_cov, select_
 from ostinato.algos.errors import (
     AlgosError,
     ArgumentError,
+    SecondOrderError,
     ShapeError,
     SingletonGroupWarning,
     UnknownNameError,
@@ -69,6 +70,7 @@ __all__ = [
     "FixedKLController",
     "PolicyLoss",
     "RolloutCorrection",
+    "SecondOrderError",
     "ShapeError",
     "SingletonGroupWarning",
     "UnknownNameError",

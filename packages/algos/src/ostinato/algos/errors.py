@@ -22,6 +22,10 @@ class ArgumentError(AlgosError, ValueError):
     """A number or an option outside of what the formula allows."""
 
 
+class SecondOrderError(AlgosError, NotImplementedError):
+    """A gradient of a gradient, where only the first one is known."""
+
+
 class SingletonGroupWarning(UserWarning):
     """A group holds one rollout: its baseline is itself and its advantages are 0."""
 

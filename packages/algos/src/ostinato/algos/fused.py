@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from ostinato.algos._first_order import first_order
 from ostinato.algos._typing import HeadWeight, Hidden, PositionFloats, PositionLabels
 from ostinato.algos.errors import ShapeError
 from ostinato.algos.logprob import (
@@ -83,7 +83,7 @@ class _FromHidden(torch.autograd.Function):
         return log_probs, entropies
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, grad_log_probs: Tensor | None, grad_entropies: Tensor | None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         hidden, weight, labels, entropies = ctx.saved_tensors
         if entropies is None:

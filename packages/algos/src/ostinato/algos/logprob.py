@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ostinato.algos._checks import check_positive
+from ostinato.algos._first_order import first_order
 from ostinato.algos._one_pass import in_one_pass
 from ostinato.algos._typing import Logits, PositionFloats, PositionLabels
 from ostinato.algos.errors import ArgumentError, ShapeError
@@ -135,7 +135,7 @@ class _FromLogits(torch.autograd.Function):
         return log_probs, entropies
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, grad_log_probs: Tensor | None, grad_entropies: Tensor | None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         logits, labels, entropies = ctx.saved_tensors
         gradient = torch.empty_like(logits)
@@ -296,7 +296,7 @@ class _FullKL(torch.autograd.Function):
         return kl
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, *grad_outputs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         (grad,) = grad_outputs
         logits, ref_logits, kl = ctx.saved_tensors
