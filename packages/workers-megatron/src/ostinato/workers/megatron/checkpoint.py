@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ostinato.workers.core.checkpoint import WriteUnderWay, named_failure, not_in_force
+from ostinato.workers.core.checkpoint import WriteUnderWay
 from ostinato.workers.core.optim import OptimConfig
 from ostinato.workers.megatron.build import Built
 from ostinato.workers.megatron.errors import CheckpointError
 from ostinato.workers.megatron.optim import inner, parts
 from ostinato.workers.megatron.parallel import import_megatron
-from ostinato.workers.megatron.saved import METADATA, require_whole
-from ostinato.workers.megatron.writing import Writer
+from ostinato.workers.megatron.saved import require_whole
+from ostinato.workers.megatron.writing import Writer, failure_named
 
 FORMAT = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 """Optimizer state by parameter, so that it can be read with other parallel sizes."""
@@ -56,8 +55,7 @@ def save(
         CheckpointError: It cannot be written, on whichever rank.
     """
     writer.end()
-    what, advice = f"checkpoint {path} cannot be written", not_in_force(METADATA)
-    with named_failure(what, CheckpointError, advice=advice):
+    with failure_named(path, "written"):
         metadata = _metadata()
         state = _model_state(built, metadata)
         if optimizer is not None and counters["updates"]:
@@ -65,23 +63,7 @@ def save(
         state["counters"] = dict(counters)
         state["distributed"] = _distributed(optimizer)
         state["random"] = _random_state(device)
-        failure = _make_folder(path)
-    if failure is not None:
-        raise CheckpointError(f"{what}: rank 0: {failure}. {advice}")
     return (writer.start if background else writer.write)(path, state, dict(FORMAT))
-
-
-def _make_folder(path: Path) -> str | None:
-    """Make a checkpoint's folder, or take an old one out of force; collective, so that all ranks have its failure."""
-    failure: list[str | None] = [None]
-    if dist.get_rank() == 0:
-        try:
-            path.mkdir(parents=True, exist_ok=True)
-            (path / METADATA).unlink(missing_ok=True)
-        except OSError as error:
-            failure = [f"{type(error).__name__}: {error}"]
-    dist.broadcast_object_list(failure, src=0)
-    return failure[0]
 
 
 def load(
@@ -100,7 +82,7 @@ def load(
     """
     require_whole(path)
     checkpointing, metadata = import_megatron("dist_checkpointing"), _metadata()
-    with _named(f"checkpoint {path} cannot be read"):
+    with failure_named(path, "read"):
         saved = checkpointing.load_tensors_metadata(str(path))
         common = checkpointing.load_common_state_dict(str(path))
         objects = {entry.key for entry in checkpointing.serialization.load_sharded_metadata(str(path)).values()}
@@ -117,7 +99,7 @@ def load(
         _reset_state(optimizer, filled=resumes)
     if resumes and optimizer is not None:
         state[OPTIMIZER] = optimizer.sharded_state_dict(state, is_loading=True, metadata=metadata)
-    with _named(f"checkpoint {path} cannot be read"):
+    with failure_named(path, "read"):
         loaded = checkpointing.load({**state, "random": random}, str(path))
     for name, module in _named_modules(built):
         module.load_state_dict(loaded[name])
@@ -244,8 +226,3 @@ def _own_settings(optimizer: Any, optim: OptimConfig) -> None:
         adam = inner(part)
         for group in adam.param_groups if adam is not None else ():
             group |= {"weight_decay": optim.weight_decay, "betas": optim.betas, "eps": optim.eps}
-
-
-def _named(what: str) -> AbstractContextManager[None]:
-    own = import_megatron("dist_checkpointing.core").CheckpointingException
-    return named_failure(what, CheckpointError, own)

@@ -9,14 +9,19 @@ writing at once hides the system's error, and where the disk is full, what it le
 from __future__ import annotations
 
 import os
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, cast
+from traceback import extract_tb
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_saver import save as save_state_dict
+from torch.distributed.checkpoint.storage import WriteResult
 
 from ostinato.workers.core.checkpoint import WriteUnderWay, named_failure, not_in_force
 from ostinato.workers.megatron.errors import CheckpointError
@@ -52,7 +57,7 @@ class Writer:
         """Copy a state to host memory and begin to write it; collective.
 
         Args:
-            path: an empty folder, or one without `metadata.json`.
+            path: a folder, made where it is absent. Its `metadata.json` is written last; an old one goes first.
             state: what Megatron's `dist_checkpointing.save` takes; may change as soon as this returns.
             content: what the checkpoint says about its format.
 
@@ -67,8 +72,8 @@ class Writer:
         self, path: Path, state: dict[str, Any], content: dict[str, Any], *, pinned: bool
     ) -> tuple[dict[str, Any], Any]:
         self.end()
-        own = import_megatron("dist_checkpointing.core").CheckpointingException
-        with named_failure(_what(path), CheckpointError, own, advice=not_in_force(METADATA)):
+        with failure_named(path, "written"):
+            _make_folder(path)
             prepared, config = _prepared(path, state, content)
             copied = _copied(prepared, pinned)  # the host's memory may not do
             if self._device.type == "cuda":
@@ -82,21 +87,46 @@ class Writer:
         strategies = import_megatron("dist_checkpointing.strategies.torch")
         planner = strategies.MCoreSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         group = cast(dist.ProcessGroup, self._group)
-        failure: list[str | None] = [None]
-        with named_failure(_what(path), CheckpointError, advice=not_in_force(METADATA)):
-            save_state_dict(state, storage_writer=FileSystemWriter(path), planner=planner, process_group=group)
-            if dist.get_rank() == 0:
-                try:
-                    _mark(path, config)
-                except Exception as error:  # whatever it is, the other ranks wait for the answer
-                    failure = [f"{type(error).__name__}: {error}"]
-            dist.broadcast_object_list(failure, src=0, group=group)
-        if failure[0] is not None:
-            raise CheckpointError(f"{_what(path)}: rank 0: {failure[0]}. {not_in_force(METADATA)}")
+        with failure_named(path, "written"):
+            save_state_dict(state, storage_writer=_Files(path, config), planner=planner, process_group=group)
 
 
-def _what(path: Path) -> str:
-    return f"checkpoint {path} cannot be written"
+class _Files(FileSystemWriter):
+    """Declares a checkpoint whole once every rank's files are there."""
+
+    def __init__(self, path: Path, config: Any) -> None:
+        super().__init__(path)
+        self._config = config
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Called on rank 0 alone; what it raises is raised on all ranks."""
+        super().finish(metadata, results)
+        _mark(Path(self.path), self._config)
+
+
+def failure_named(path: Path, what: Literal["read", "written"]) -> AbstractContextManager[None]:
+    """Inside, what keeps a checkpoint from being read or written becomes a `CheckpointError`; see `named_failure`."""
+    own = import_megatron("dist_checkpointing.core").CheckpointingException
+    advice = not_in_force(METADATA) if what == "written" else ""
+    return named_failure(f"checkpoint {path} cannot be {what}", CheckpointError, own, advice=advice)
+
+
+def _make_folder(path: Path) -> None:
+    """Make a checkpoint's folder, or take an old one out of force; collective.
+
+    Raises:
+        CheckpointException: Rank 0, which does it, could not; raised on all ranks.
+    """
+    failure: list[CheckpointException | None] = [None]
+    if dist.get_rank() == 0:
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            (path / METADATA).unlink(missing_ok=True)
+        except OSError as error:
+            failure = [CheckpointException("folder", {0: (error, extract_tb(error.__traceback__))})]
+    dist.broadcast_object_list(failure, src=0)
+    if failure[0] is not None:
+        raise failure[0]
 
 
 def _prepared(path: Path, state: dict[str, Any], content: dict[str, Any]) -> tuple[dict[str, Any], Any]:

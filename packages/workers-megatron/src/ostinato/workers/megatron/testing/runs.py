@@ -37,8 +37,9 @@ from ostinato.workers.core.testing.oracle import (
 from ostinato.workers.megatron import parallel
 from ostinato.workers.megatron.config import MegatronConfig
 from ostinato.workers.megatron.engine import MegatronEngine
+from ostinato.workers.megatron.errors import CheckpointError
 from ostinato.workers.megatron.packing import Layout, OutputReader, model_inputs, token_outputs
-from ostinato.workers.megatron.saved import SavedWeights
+from ostinato.workers.megatron.saved import METADATA, SavedWeights
 from ostinato.workers.megatron.testing.comparisons import Comparisons, all_compared
 from ostinato.workers.megatron.testing.models import tiny_mixture, tiny_qwen3
 
@@ -127,6 +128,7 @@ def check_family(make_engine: MakeEngine, folder: Path, compared: Comparisons) -
         assert_same_weights(dict(SavedWeights(path, ModelConfig(path=str(folder)), "lm").weights()), state, rtol=0)
     with compared.within("checkpoint in the background"):
         check_background(driver, folder, path.with_name(f"{folder.name}-later"), compared)
+    check_failed_save(driver, path.with_name(f"{folder.name}-failed"), compared)
 
 
 def check_background(driver: Driver, folder: Path, path: Path, compared: Comparisons) -> None:
@@ -148,6 +150,22 @@ def check_background(driver: Driver, folder: Path, path: Path, compared: Compari
     got = driver.train(rows, 2)
     with compared.of("the step after it"):
         assert got == expected, f"expected {expected}, got {got}"
+
+
+def check_failed_save(driver: Driver, path: Path, compared: Comparisons) -> None:
+    """What rank 0 alone does before and after the others write fails on every rank, under its name."""
+    file, marked = path / "file", path / "marked"
+    if dist.get_rank() == 0:
+        (marked / ".mark" / METADATA).mkdir(parents=True, exist_ok=True)
+        file.write_text("not a folder")
+    for folder, reason in ((file / "1", "NotADirectoryError"), (marked, "IsADirectoryError")):
+        try:
+            driver.engine.save(folder)
+            told = "nothing"
+        except CheckpointError as error:
+            told = str(error)
+        with compared.of(f"a save that ends in {reason}"):
+            assert f"checkpoint {folder} cannot be written: rank 0: {reason}" in told, told
 
 
 def check_reshard(driver: Driver, rollout: Rollout, compared: Comparisons) -> None:
