@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -90,14 +92,31 @@ def test_ppo_megatron_refuses_before_anything_starts(tmp_path, settings, key, te
     assert text in problems[key]
 
 
-@pytest.mark.parametrize("role", ["actor_rollout_ref", "critic", "reward_model"])
-def test_ppo_megatron_folder_with_bin_weights_alone_is_refused_with_what_converts_it(role, make, tmp_path):
+ROLES = ["actor_rollout_ref", "critic", "reward_model"]
+ODD = """it's "$HOME" `x` ~ * ; & \\n \\\n line"""
+"""A folder's name with everything in it that a shell or Python's source text reads otherwise."""
+
+
+def spoken_words(command: str, folder: Path) -> list[str]:
+    """What a shell makes of `python ...`, in a folder of ours for the one word that is not python's."""
+    (folder / "bin").mkdir()
+    (folder / "bin" / "python").write_text("#!/bin/sh\nprintf '%s\\0' \"$@\"\n")
+    (folder / "bin" / "python").chmod(0o755)
+    path = {"PATH": f"{folder / 'bin'}:{os.defpath}"}
+    done = subprocess.run(["/bin/sh", "-c", command], env=path, capture_output=True, text=True, check=True)
+    return done.stdout.split("\0")[:-1]
+
+
+@pytest.mark.parametrize(("role", "name"), [*((role, "bare") for role in ROLES), (ROLES[0], ODD)])
+def test_ppo_megatron_folder_with_bin_weights_alone_is_refused_with_what_converts_it(
+    role, name, make, tmp_path, monkeypatch
+):
     """Before Ray starts, which the engine's own refusal comes after; the command that it gives does what it says."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    folder = Path(write_model(tmp_path / "bare"))
-    paths = {f"{name}.model.path": str(tmp_path / "model") for name in ("actor_rollout_ref", "critic", "reward_model")}
+    folder = Path(write_model(tmp_path / name))
+    paths = {f"{name}.model.path": str(tmp_path / "model") for name in ROLES}
     wanted = {"algorithm.adv_estimator": "gae", "reward_model.enable": True, **paths, f"{role}.model.path": str(folder)}
     strategy = f"{ACTOR if role == 'actor_rollout_ref' else role}.strategy"
     config = make(**wanted, **{strategy: "megatron"})
@@ -107,9 +126,23 @@ def test_ppo_megatron_folder_with_bin_weights_alone_is_refused_with_what_convert
     [problem] = examine(config).problems
     assert (problem.key, problem.also) == (f"{role}.model.path", (strategy,))
     assert "pytorch_model*.bin alone, and the Megatron engine reads *.safetensors" in problem.text
-    exec(problem.text.partition('python -c "')[2].partition('"')[0], {})
+    option, code, path = spoken_words("python -c" + problem.text.partition("python -c")[2], tmp_path)
+    assert (option, path) == ("-c", str(folder))
+    monkeypatch.setattr("sys.argv", ["-c", path])
+    exec(code, {})
     assert examine(config).problems == []
     assert read_model(str(folder)).weight_format == "safetensors"
+
+
+@pytest.mark.parametrize("named", [None, [], "LlamaForCausalLM", [None], ['M; print("x")'], ["$(x)"], {"a": 1}])
+def test_ppo_megatron_command_holds_no_other_text_of_a_models_config(named, tmp_path):
+    """It is copied into a shell."""
+    facts = ModelFacts(tmp_path, {"architectures": named}, "bin", 1000)
+    found = Checked(PpoConfig.from_mapping({"actor_rollout_ref": {"actor": {"strategy": "megatron"}}}))
+    found.models["actor"] = facts
+    preflight_megatron.megatron(found)
+    [text] = [problem.text for problem in found.problems if problem.key == "actor_rollout_ref.model.path"]
+    assert "from transformers import AutoModelForCausalLM as Model; " in text
 
 
 def test_ppo_megatron_layout_that_fits_is_not_refused(tmp_path):

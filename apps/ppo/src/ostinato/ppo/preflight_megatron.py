@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import Any
 
 from ostinato.ppo.config import PpoConfig
+from ostinato.ppo.facts import ModelFacts
 from ostinato.ppo.preflight import Checked, sections
 
 ACTOR, REF = "actor_rollout_ref.actor", "actor_rollout_ref.ref"
@@ -43,17 +45,23 @@ def _weights(checked: Checked, role: str, key: str) -> None:
     facts = checked.models.get("actor" if role == ACTOR else role)
     if facts is None or facts.weight_format != "bin":
         return
-    name = (facts.config.get("architectures") or ["AutoModelForCausalLM"])[0]
     convert = (
-        f"from transformers import {name} as Model; path = {str(facts.folder)!r}; "
-        "Model.from_pretrained(path, dtype='auto').save_pretrained(path)"
+        f"import sys; from transformers import {_model_class(facts)} as Model; "
+        "Model.from_pretrained(sys.argv[1], dtype='auto').save_pretrained(sys.argv[1])"
     )
     checked.refuse(
         key,
         f"{facts.folder} has its weights in pytorch_model*.bin alone, and the Megatron engine reads *.safetensors; "
-        f'write them beside with: python -c "{convert}", or take strategy=fsdp',
+        f'take strategy=fsdp, or write them beside with: python -c "{convert}" {shlex.quote(str(facts.folder))}',
         f"{role}.strategy",
     )
+
+
+def _model_class(facts: ModelFacts) -> str:
+    """The class in transformers that keeps the folder's head; a config may hold anything in its place."""
+    named = facts.config.get("architectures")
+    name = named[0] if isinstance(named, list) and named else None
+    return name if isinstance(name, str) and name.isidentifier() else "AutoModelForCausalLM"
 
 
 def _alike(checked: Checked, roles: list[tuple[str, Any, int]]) -> None:
