@@ -184,6 +184,21 @@ def test_generate_is_refused_without_a_whole_sync():
         rollout.generate(PROMPTS, SamplingParams())
 
 
+def test_a_sync_that_was_broken_off_lends_nothing_to_the_next():
+    """H-49, its kind: without sleep in between, what came before the error would stand in for the new weights."""
+    rollout = fake()
+    rollout.wake("weights")
+    rollout.load_weights([(name, WEIGHTS[name] + 1) for name in "ab"])
+    for _ in range(2):
+        with pytest.raises(EngineStateError, match=r"a, b came before; `sleep` gives up"):
+            sync_weights(Source(WEIGHTS), rollout)
+    rollout.sleep()
+    rollout.wake("weights")
+    for add in (0, 1):  # a whole load may be followed by another one
+        sync_weights(Source({name: tensor + add for name, tensor in WEIGHTS.items()}), rollout, check=True)
+    assert rollout.weights["a"][0, 0] == 1
+
+
 def test_engine_refuses_calls_out_of_order():
     rollout = fake()
     with pytest.raises(EngineStateError):

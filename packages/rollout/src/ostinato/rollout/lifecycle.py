@@ -28,6 +28,7 @@ class Lifecycle:
         self._group = {key: spec.tied_to or key for key, spec in specs.items()}
         self._needed = set(self._group.values())
         self._arrived: set[str] = set(self._needed) if loaded else set()
+        self._came: set[str] = set()
         self._whole = loaded
         self._weights_awake = False
         self._cache_awake = False
@@ -66,7 +67,13 @@ class Lifecycle:
             self._refuse(f"wake({tag!r})", "'weights' or 'kv_cache'", f"the tag is {tag!r}")
 
     def load(self, names: Iterable[str]) -> None:
-        """Note that some weights come; from here on the engine is not ready until `finish_load`."""
+        """Note that some weights come; from here on the engine is not ready until `finish_load`.
+
+        Raises:
+            EngineStateError: asleep or closed, or a name comes a second time: what a load that was broken off brought
+                must not pass for a part of the next one.
+            WeightMismatchError: a name that the engine does not have.
+        """
         self._require_open("load_weights")
         if not self._weights_awake:
             self._refuse("load_weights", "awake weights", "they are asleep")
@@ -80,7 +87,16 @@ class Lifecycle:
             )
         if self._whole:
             self._arrived.clear()
+            self._came.clear()
+        again = [name for name in names if name in self._came]
+        if again:
+            self._refuse(
+                "load_weights",
+                "each weight once in a load",
+                f"{', '.join(again[:8])} came before; `sleep` gives up a load that was broken off",
+            )
         self._whole = False
+        self._came.update(names)
         self._arrived.update(self._group[name] for name in names)
 
     def finish_load(self) -> None:
@@ -99,6 +115,7 @@ class Lifecycle:
         self._weights_awake = self._cache_awake = False
         self._whole = False
         self._arrived.clear()
+        self._came.clear()
 
     def require_ready(self) -> None:
         """Refuse generation before a whole load, while asleep or after `close`.

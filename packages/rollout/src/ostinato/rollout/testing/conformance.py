@@ -126,8 +126,10 @@ def check_refuses_before_sync(make: MakeRollout, setting: Setting) -> None:
     rollout.wake("weights")
     refused("before any weight came")
     name, tensor = next(iter(module.named_parameters()))
-    rollout.load_weights([(name, tensor.detach().to(rollout.specs()[name].dtype))])
+    first = [(name, tensor.detach().to(rollout.specs()[name].dtype))]
+    rollout.load_weights(first)
     refused("after a part of the weights")
+    _raises(EngineStateError, lambda: rollout.load_weights(first), "a weight twice in a load")
     _raises(EngineStateError, rollout.finish_load, "finish_load with weights missing")
     rollout.wake("kv_cache")
     refused("with a load that never ended")
