@@ -93,3 +93,24 @@ def test_facts_of_files_that_are_something_else_are_a_problem_of_their_key(make,
     problems = [problem for problem in examine(config).problems if problem.key == PATH]
     assert len(problems) == 1
     assert text in problems[0].text
+
+
+@pytest.mark.parametrize(
+    ("index", "content", "text"),
+    [
+        ("model.safetensors.index.json", "{", "cannot be read (JSONDecodeError"),
+        ("model.safetensors.index.json", '{"weight_map": {}}', "expected a `weight_map`"),
+        ("pytorch_model.bin.index.json", "{}", "expected a `weight_map`"),
+        ("pytorch_model.bin.index.json", '{"weight_map": {"a": "gone.bin"}}', "gone.bin, which is not there"),
+    ],
+)
+def test_facts_of_an_index_that_leads_to_no_weights_are_a_problem_of_their_key(make, tmp_path, index, content, text):
+    """It ended a worker with an IndexError; without any weights there is nothing that it could lead to."""
+    config = make()
+    (tmp_path / "model" / index).write_text(content)
+    assert not examine(config).problems
+    (tmp_path / "model" / "pytorch_model-00001-of-00001.bin").touch()
+    [problem] = examine(config).problems
+    assert problem.key == PATH
+    assert index in problem.text
+    assert text in problem.text

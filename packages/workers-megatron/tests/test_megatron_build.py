@@ -122,11 +122,8 @@ INDEX, SHARD = "model.safetensors.index.json", "model-00001-of-00002.safetensors
 @pytest.mark.parametrize(
     ("files", "text"),
     [
-        ({INDEX: "{"}, f"{INDEX} cannot be read .JSONDecodeError"),
-        ({INDEX: "{}"}, f"{INDEX} cannot be read .KeyError: 'weight_map'"),
-        ({INDEX: "[]"}, f"{INDEX} cannot be read .TypeError"),
-        ({INDEX: '{"weight_map": {}}'}, f"expected .*, .*{INDEX} names none"),
-        ({INDEX: f'{{"weight_map": {{"a": "{SHARD}"}}}}'}, f"{SHARD} cannot be read .FileNotFoundError"),
+        ({INDEX: "{}"}, f"{INDEX}: expected a `weight_map`"),
+        ({INDEX: f'{{"weight_map": {{"a": "{SHARD}"}}}}'}, f"names .*/{SHARD}, which is not there"),
         ({INDEX: '{"weight_map": {"a": "one.safetensors"}}'}, "one.safetensors cannot be read .SafetensorError"),
         ({"two.safetensors": "cut"}, "two.safetensors cannot be read .SafetensorError"),
     ],

@@ -122,7 +122,7 @@ def read_model(path: str, overrides: Mapping[str, Any] | None = None) -> ModelFa
     """Read a model folder's `config.json` and the headers of its weight files.
 
     Raises:
-        Unreadable: no such model, or no usable `config.json`.
+        Unreadable: no such model, no usable `config.json`, or weight files that are not whole.
     """
     folder = model_folder(path)
     config = _read_json(folder / "config.json")
@@ -134,6 +134,8 @@ def read_model(path: str, overrides: Mapping[str, Any] | None = None) -> ModelFa
     config = {**config, **(overrides or {})}
     weights = sorted(folder.glob("*.safetensors"))
     others = list(folder.glob("pytorch_model*.bin"))  # the other form that transformers loads; .gguf and .pt are not
+    if weights or others:
+        _check_index(folder)
     counted = sum(_parameters_in(file) for file in weights) or _parameters_by_shape(config)
     return ModelFacts(folder, config, "safetensors" if weights else "bin" if others else None, counted)
 
@@ -222,6 +224,18 @@ def _read_json(path: Path) -> dict[str, Any] | None:
     if not isinstance(value, dict):
         raise Unreadable(f"{path} cannot be read: expected a JSON object, got {type(value).__name__}")
     return value
+
+
+def _check_index(folder: Path) -> None:
+    """Refuse weights in several files that their index does not lead to."""
+    from ostinato.workers.core.errors import ModelFolderError  # its package brings torch
+    from ostinato.workers.core.weight_index import find_index, read_index
+
+    if index := find_index(folder):
+        try:
+            read_index(index)
+        except ModelFolderError as error:
+            raise Unreadable(str(error)) from error
 
 
 _NO_SAFETENSORS = (

@@ -29,3 +29,7 @@ class RoleError(WorkersError, RuntimeError):
 
 class ModelMismatchError(WorkersError, ValueError):
     """Two models that must share something (a vocabulary, a head) do not."""
+
+
+class ModelFolderError(WorkersError, ValueError):
+    """A model folder's files contradict each other, or one of them cannot be read."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,6 +9,8 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
+from ostinato.workers.core.errors import ModelFolderError
+from ostinato.workers.core.weight_index import SAFETENSORS_INDEX, find_index, read_index
 from ostinato.workers.megatron.errors import ModelLoadError
 from ostinato.workers.megatron.mapping import Shape
 
@@ -31,19 +32,19 @@ class Folder:
             from huggingface_hub import snapshot_download
 
             root = Path(snapshot_download(path, allow_patterns=["*.safetensors", "*.json"]))
-        index = root / "model.safetensors.index.json"
+        index = root / SAFETENSORS_INDEX
         self._files: dict[str, Path] = {}
-        if index.is_file():
-            with self._readable(index):
-                weight_map = json.loads(index.read_text())["weight_map"]
-                self._files = {name: root / file for name, file in weight_map.items()}
-        else:
-            for file in sorted(root.glob("*.safetensors")):
-                with self._readable(file), _opened(file) as opened:
-                    self._files |= dict.fromkeys(opened.keys(), file)
+        if find_index(root) == index:
+            try:
+                self._files = read_index(index)
+            except ModelFolderError as error:
+                raise ModelLoadError(f"model.path {path}: {error}") from error
+            return
+        for file in sorted(root.glob("*.safetensors")):
+            with self._readable(file), _opened(file) as opened:
+                self._files |= dict.fromkeys(opened.keys(), file)
         if not self._files:
-            where = f"{index} names none" if index.is_file() else f"found none in {root}"
-            raise ModelLoadError(f"model.path {path}: expected *.safetensors files, {where}.")
+            raise ModelLoadError(f"model.path {path}: expected *.safetensors files, found none in {root}.")
 
     def __contains__(self, name: str) -> bool:
         return name in self._files
@@ -68,7 +69,7 @@ class Folder:
         """Name the file that is missing, cut off, or not what its index says."""
         try:
             yield
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
+        except (OSError, SafetensorError) as error:
             raise ModelLoadError(
                 f"model.path {self.path}: {file} cannot be read ({type(error).__name__}: {error}). The folder is not "
                 "whole; fetch or copy it again."
