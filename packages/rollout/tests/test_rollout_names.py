@@ -52,6 +52,17 @@ def test_reconcile_lists_both_sides_and_shapes_at_once():
     assert caught.value.shapes == (f"{EMBED}: source 8x5, rollout 8x4",)
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int64, torch.bool, torch.complex64])
+def test_reconcile_refuses_codes_in_place_of_numbers(dtype):
+    """H-53, its kind: weights in a form of their own (quantised) would be cast, and nothing would be said."""
+    for source, rollout in ((dtype, torch.bfloat16), (F32, dtype)):
+        with pytest.raises(WeightMismatchError, match="kind of number") as caught:
+            reconcile({NORM: TensorSpec((4,), source)}, {NORM: TensorSpec((4,), rollout)})
+        assert caught.value.shapes == (f"{NORM}: source {source}, rollout {rollout}",)
+    assert reconcile({NORM: TensorSpec((4,), dtype)}, {NORM: TensorSpec((4,), dtype)}) == {NORM: NORM}
+    assert reconcile({NORM: TensorSpec((4,), torch.float64)}, {NORM: TensorSpec((4,), torch.float16)}) == {NORM: NORM}
+
+
 def test_reconcile_refuses_a_shard():
     """H-53: a tensor of one shard does not pass for the whole one, on any dimension."""
     for shape in ((4, 4), (8, 2), (32,), (8, 4, 1)):

@@ -143,6 +143,7 @@ def test_reshard_refuses_before_the_first_byte(sent):
         ({"a": WEIGHTS["a"], "b": WEIGHTS["b"]}, "ended without c"),
         ({"a": WEIGHTS["a"][:1]}, "full tensors"),
         ({**WEIGHTS, "d": torch.ones(1)}, "without naming it"),
+        ({"a": WEIGHTS["a"].to(torch.int8)}, r"specs torch\.float32, sent torch\.int8"),
     ],
 )
 def test_reshard_refuses_a_source_that_sends_something_else_than_its_specs(sent, match):

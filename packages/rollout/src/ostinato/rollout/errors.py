@@ -37,7 +37,7 @@ class WeightMismatchError(RolloutError, ValueError):
     Attributes:
         missing: names that the rollout engine needs and the source does not give.
         unexpected: names that the source gives and the rollout engine does not know.
-        shapes: lines of the form `name: source shape, rollout shape`.
+        shapes: lines of the form `name: source shape, rollout shape`, or of their dtypes.
     """
 
     def __init__(

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 from ostinato.rollout.errors import WeightMismatchError
 
 if TYPE_CHECKING:
+    import torch
+
     from ostinato.rollout.base import TensorSpec
 
 _ADAPTER_PREFIX = "base_model.model."
@@ -31,6 +33,11 @@ def _sizes(spec: TensorSpec) -> str:
     return "x".join(map(str, spec.shape)) or "scalar"
 
 
+def same_kind(one: torch.dtype, other: torch.dtype) -> bool:
+    """Whether casting keeps what a number means: between floats; not from codes of a quantised weight to floats."""
+    return one == other or (one.is_floating_point and other.is_floating_point)
+
+
 def reconcile(source: Mapping[str, TensorSpec], rollout: Mapping[str, TensorSpec]) -> dict[str, str]:
     """Match the weights of both sides by name and shape, both ways.
 
@@ -47,7 +54,7 @@ def reconcile(source: Mapping[str, TensorSpec], rollout: Mapping[str, TensorSpec
 
     Raises:
         WeightMismatchError: a name is left over on either side, two source names meet in one rollout name, or shapes
-            differ; the error lists all of them.
+            differ, or one side holds floats and the other does not; the error lists all of them.
     """
     plan: dict[str, str] = {}
     taken: dict[str, str] = {}
@@ -65,6 +72,8 @@ def reconcile(source: Mapping[str, TensorSpec], rollout: Mapping[str, TensorSpec
         taken[target] = name
         if tuple(spec.shape) != tuple(rollout[target].shape):
             shapes.append(f"{name}: source {_sizes(spec)}, rollout {_sizes(rollout[target])}")
+        elif not same_kind(spec.dtype, rollout[target].dtype):
+            shapes.append(f"{name}: source {spec.dtype}, rollout {rollout[target].dtype}")
     arrived = {_group(rollout, target) for target in taken}
     missing = [name for name in rollout if _group(rollout, name) not in arrived and rollout[name].tied_to is None]
     if missing or unexpected or shapes:
@@ -81,7 +90,7 @@ def _raise_mismatch(missing: list[str], unexpected: list[str], shapes: list[str]
         for names, what in (
             (missing, "wanted by the rollout engine and not sent"),
             (unexpected, "sent and not known to the rollout engine"),
-            (shapes, "of another shape"),
+            (shapes, "of another shape or kind of number"),
         )
         if names
     ]

@@ -14,7 +14,7 @@ import torch
 from ostinato.rollout.base import Checksums
 from ostinato.rollout.buckets import aligned_bytes, buckets, checksum
 from ostinato.rollout.errors import EngineStateError, WeightMismatchError
-from ostinato.rollout.names import reconcile, tied_groups
+from ostinato.rollout.names import reconcile, same_kind, tied_groups
 
 if TYPE_CHECKING:
     from ostinato.rollout.base import Rollout, TensorSpec, WeightSource
@@ -74,6 +74,9 @@ class _Watched:
             raise WeightMismatchError(
                 f"reshard: {line}. `weights()` must yield full tensors, gathered from their shards.", shapes=(line,)
             )
+        if not same_kind(tensor.dtype, spec.dtype):
+            line = f"{name}: specs {spec.dtype}, sent {tensor.dtype}"
+            raise WeightMismatchError(f"reshard: {line}. `weights()` must yield what `specs()` says.", shapes=(line,))
 
     def _sum(self, name: str, target: str, tensor: torch.Tensor) -> None:
         value = checksum(tensor.detach().to(self._wanted[target].dtype))
