@@ -48,10 +48,13 @@ def test_config_knows_every_engine_without_installing_it(name):
     ("key", "value"),
     [
         ("name", "vlm"), ("n", 0), ("n", "8"), ("n", True), ("temperature", 0), ("temperature", -1.0),
-        ("temperature", float("nan")), ("temperature", "hot"), ("top_p", 0.9), ("top_p", 0), ("top_p", 1.5),
+        ("temperature", float("nan")), ("temperature", "hot"), ("temperature", 0.009),
+        ("temperature", 2.1), ("top_p", 0.9), ("top_p", 0), ("top_p", 1.5),
         ("top_k", 50), ("top_k", -2), ("top_k", 1.5), ("min_p", 0.1), ("do_sample", 1), ("prompt_length", 0),
         ("response_length", 0), ("tensor_model_parallel_size", 0), ("gpu_memory_utilization", 0),
-        ("gpu_memory_utilization", 1.01), ("dtype", "int8"), ("seed", -1), ("ignore_eos", "yes"),
+        ("gpu_memory_utilization", 1.01), ("gpu_memory_utilization", -0.5),
+        ("gpu_memory_utilization", float("nan")), ("dtype", "int8"), ("seed", -1), ("seed", 2**63),
+        ("ignore_eos", "yes"),
         ("enforce_eager", None), ("free_cache_engine", 0), ("max_num_seqs", 0), ("max_num_batched_tokens", 0),
         ("max_model_len", 512), ("load_format", "magic"), ("update_weights_bucket_megabytes", 0),
         ("log_prob_micro_batch_size_per_gpu", 0), ("log_prob_use_dynamic_bsz", 2),
@@ -118,6 +121,28 @@ def test_sampling_greedy_and_log_prob_temperature():
 def test_sampling_refuses_negative_values(key):
     with pytest.raises(errors.ConfigError, match=f"sampling.{key}"):
         SamplingParams(**{key: -1})
+
+
+@pytest.mark.parametrize(
+    ("key", "values"),
+    [
+        ("max_tokens", [0, 1.5, True]),
+        ("seed", [2**63, 0.5]),
+        ("temperature", [1e-8, 0.009, 2.001, float("nan"), float("inf"), None]),
+        ("eos_token_ids", [3, "12", [1.5], [None]]),
+    ],
+)
+def test_sampling_refuses_what_engines_take_for_something_else(key, values):
+    """vLLM draws at 0.01 where less is asked and refuses more than 2; a text is no list of tokens."""
+    for value in values:
+        with pytest.raises(errors.ConfigError, match=f"sampling.{key}: ") as caught:
+            SamplingParams(**{key: value})
+        assert caught.value.key == f"sampling.{key}"
+
+
+def test_sampling_takes_tokens_of_any_kind_of_integer():
+    assert SamplingParams(eos_token_ids=torch.tensor([7, 9])).eos_token_ids == (7, 9)
+    assert SamplingParams(eos_token_ids=()).eos_token_ids == ()
 
 
 def test_config_pickles():

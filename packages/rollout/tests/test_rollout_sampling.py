@@ -20,7 +20,7 @@ def test_log_prob_is_of_the_temperature_scaled_distribution():
     assert log_probs.item() == pytest.approx(-2.1429, abs=5e-5)
 
 
-@pytest.mark.parametrize("temperature", [0.3, 1.0, 2.5])
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 2.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_log_prob_equals_log_softmax(temperature, dtype):
     logits = (torch.randn(40, 50, generator=torch.Generator().manual_seed(0)) * 3).to(dtype)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -24,11 +25,15 @@ _DTYPES = {
 }
 _LOAD_FORMATS = ("dummy", "auto", "safetensors")
 
+# What every engine draws at as asked: vLLM takes less for 0.01, and refuses more.
+_TEMPERATURES = (0.01, 2.0)
+_MOST_SEED = 2**63 - 1
+
 # Validation draws from its own streams, so that it neither repeats nor disturbs the samples of a training step.
 _VALIDATION_STREAM = 0x5EED_7E57
 
 
-def _refuse(key: str, expected: str, got: object, fix: str) -> None:
+def _refuse(key: str, expected: str, got: object, fix: str) -> NoReturn:
     raise ConfigError(f"{key}: expected {expected}, got {got!r}. {fix}", key=key)
 
 
@@ -42,6 +47,28 @@ def _check_number(key: str, value: object, low: float, high: float, fix: str, *,
         _refuse(key, "a finite number", value, fix)
     elif value > high or value < low or (open_low and value == low):
         _refuse(key, f"a number in {'(' if open_low else '['}{low:g}, {high:g}]", value, fix)
+
+
+def _check_temperature(key: str, value: Any, *, zero: bool) -> None:
+    low, high = _TEMPERATURES
+    fix = f"{'0 is greedy, ' if zero else ''}1 the model's own distribution."
+    _check_number(key, value, 0, high, fix, open_low=not zero)
+    if 0 < value < low:
+        _refuse(key, f"a number in [{low:g}, {high:g}]{' or 0' if zero else ''}", value, fix)
+
+
+def _check_seed(key: str, value: Any) -> None:
+    fix = "Take any number from 0 to 2**63 - 1."
+    _check_int(key, value, 0, fix)
+    if value > _MOST_SEED:
+        _refuse(key, "an integer below 2**63", value, fix)
+
+
+def _token_ids(key: str, value: Any) -> tuple[int, ...]:
+    try:
+        return tuple(operator.index(token) for token in value)
+    except TypeError:
+        _refuse(key, "a list of token ids", value, "Write (7,) for one token, () for none.")
 
 
 def _check_bool(key: str, value: object) -> None:
@@ -64,7 +91,7 @@ class SamplingParams:
     the returned log-probability is always that of the temperature-scaled distribution before any restriction.
 
     Attributes:
-        temperature: 0 means greedy; log-probabilities are then those of temperature 1.
+        temperature: 0.01 to 2; 0 means greedy, and log-probabilities are then those of temperature 1.
         top_p: keep the smallest set of tokens whose probability reaches this; 1 keeps all.
         top_k: keep that many tokens; -1 or 0 keeps all.
         min_p: keep tokens of at least this share of the likeliest token's probability; 0 keeps all.
@@ -88,16 +115,16 @@ class SamplingParams:
     eos_token_ids: tuple[int, ...] | None = None
 
     def __post_init__(self):
-        _check_number("sampling.temperature", self.temperature, 0, math.inf, "0 is greedy, 1 the model's distribution.")
+        _check_temperature("sampling.temperature", self.temperature, zero=True)
         _check_filters("sampling", self.top_p, self.top_k, self.min_p)
         _check_bool("sampling.do_sample", self.do_sample)
         _check_bool("sampling.ignore_eos", self.ignore_eos)
         if self.max_tokens is not None:
             _check_int("sampling.max_tokens", self.max_tokens, 1, "None is the engine's response_length.")
-        _check_int("sampling.seed", self.seed, 0, "Take any number from 0 to 2**63 - 1.")
+        _check_seed("sampling.seed", self.seed)
         _check_int("sampling.step", self.step, 0, "It is the number of the training step.")
         if self.eos_token_ids is not None:
-            object.__setattr__(self, "eos_token_ids", tuple(int(token) for token in self.eos_token_ids))
+            object.__setattr__(self, "eos_token_ids", _token_ids("sampling.eos_token_ids", self.eos_token_ids))
 
     @property
     def greedy(self) -> bool:
@@ -115,7 +142,7 @@ class ValidationConfig:
     """How validation samples (`actor_rollout_ref.rollout.val_kwargs`); greedy unless set otherwise.
 
     Attributes:
-        temperature: what logits are divided by where `do_sample` is set.
+        temperature: what logits are divided by where `do_sample` is set, 0.01 to 2.
         top_p: draw from the smallest set of tokens whose probability reaches this; 1 keeps all.
         top_k: draw from that many likeliest tokens; -1 or 0 keeps all.
         min_p: draw from tokens of at least this share of the likeliest token's probability; 0 keeps all.
@@ -132,7 +159,7 @@ class ValidationConfig:
 
     def __post_init__(self):
         prefix = f"{PREFIX}.val_kwargs"
-        _check_number(f"{prefix}.temperature", self.temperature, 0, math.inf, "0 is greedy.")
+        _check_temperature(f"{prefix}.temperature", self.temperature, zero=True)
         _check_filters(prefix, self.top_p, self.top_k, self.min_p)
         _check_int(f"{prefix}.n", self.n, 1, "It is the number of answers to each validation prompt.")
         _check_bool(f"{prefix}.do_sample", self.do_sample)
@@ -150,7 +177,7 @@ class RolloutConfig:
     Attributes:
         name: the engine: vllm, sglang, hf, fake, or a registered one.
         n: responses to each training prompt.
-        temperature: what logits are divided by, in sampling and in every log-probability of training.
+        temperature: what logits are divided by, in sampling and in every log-probability of training; 0.01 to 2.
         top_p: 1, which keeps every token; anything else is refused in training.
         top_k: -1 or 0, which keep every token; anything else is refused in training.
         min_p: 0, which keeps every token; anything else is refused in training.
@@ -222,7 +249,7 @@ class RolloutConfig:
             _refuse(f"{PREFIX}.load_format", f"one of {', '.join(_LOAD_FORMATS)}", self.load_format, fix)
 
     def _check_sampling(self) -> None:
-        _check_number(f"{PREFIX}.temperature", self.temperature, 0, math.inf, "1 is usual.", open_low=True)
+        _check_temperature(f"{PREFIX}.temperature", self.temperature, zero=False)
         _check_filters(PREFIX, self.top_p, self.top_k, self.min_p)
         for key, off in (("top_p", self.top_p == 1), ("top_k", self.top_k <= 0), ("min_p", self.min_p == 0)):
             if not off:
@@ -235,7 +262,7 @@ class RolloutConfig:
         if not self.do_sample and self.n > 1:
             fix = "Greedy responses to one prompt are all equal: set do_sample=true or n=1."
             _refuse(f"{PREFIX}.do_sample", f"true where n is {self.n}", self.do_sample, fix)
-        _check_int(f"{PREFIX}.seed", self.seed, 0, "Take any number from 0 to 2**63 - 1.")
+        _check_seed(f"{PREFIX}.seed", self.seed)
 
     def _check_sizes(self) -> None:
         least_one = (
