@@ -13,6 +13,7 @@ import pytest
 from ostinato.ppo import preflight_megatron
 from ostinato.ppo.config import PpoConfig
 from ostinato.ppo.facts import ModelFacts, read_model
+from ostinato.ppo.install import how_to_install
 from ostinato.ppo.placement import ENGINES, place
 from ostinato.ppo.plan import memory_plan
 from ostinato.ppo.preflight import Checked, examine
@@ -164,7 +165,7 @@ def test_ppo_megatron_missing_names_the_install_line(monkeypatch):
     assert list(preflight_megatron.missing(config)) == []
     hidden = lambda name: None if name.startswith("megatron") else real(name)  # noqa: E731
     monkeypatch.setattr(preflight_megatron, "find_spec", hidden)
-    assert "pip install 'ostinato-ppo[megatron]'" in next(preflight_megatron.missing(config))
+    assert how_to_install("megatron") in next(preflight_megatron.missing(config))
     fsdp = replace(config.actor_rollout_ref, actor=replace(config.actor_rollout_ref.actor, strategy="fsdp"))
     assert list(preflight_megatron.missing(replace(config, actor_rollout_ref=fsdp))) == []
 

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import re
+import shlex
+import sys
+from pathlib import Path
+
 import pytest
 
+from ostinato.ppo import install
 from ostinato.ppo.errors import LaunchError
+from ostinato.ppo.install import how_to_install
 from ostinato.ppo.preflight import examine
 from ostinato.ppo.preflight_launch import check_launch
 from ostinato.ppo.testing import write_model
@@ -53,8 +60,8 @@ def test_ppo_preflight_launch_refuses_what_the_machine_lacks(with_weights, monke
     text = str(refusal.value)
     assert "n_gpus_per_node=8" in text
     assert "2 found" in text
-    assert "pip install" in text
-    assert "wandb" in text
+    assert "name=vllm: vllm is not installed: " + how_to_install("vllm") in text
+    assert "'wandb' is not installed: " + how_to_install("wandb") in text
     check_launch(with_weights(**{"trainer.n_gpus_per_node": 2, "trainer.device": "cuda"}))
     check_launch(with_weights(**{"trainer.n_gpus_per_node": 64, "trainer.device": "cpu"}))
 
@@ -63,7 +70,7 @@ def test_ppo_preflight_launch_refuses_an_adapter_without_peft(with_weights, monk
     config = with_weights(**{"actor_rollout_ref.model.lora_rank": 8, "trainer.device": "cpu"})
     check_launch(config)
     monkeypatch.setattr("ostinato.ppo.preflight_launch.find_spec", lambda module: None)
-    with pytest.raises(LaunchError, match=r"pip install 'ostinato-workers-fsdp\[lora\]'"):
+    with pytest.raises(LaunchError, match=re.escape(how_to_install("lora"))):
         check_launch(config)
 
 
@@ -74,7 +81,9 @@ def test_ppo_preflight_launch_refuses_an_optimizer_that_is_not_installed(role, w
     monkeypatch.setattr("ostinato.ppo.preflight_launch.find_spec", lambda module: object())
     check_launch(config)
     monkeypatch.setattr("ostinato.ppo.preflight_launch.find_spec", lambda module: None)
-    with pytest.raises(LaunchError, match=rf"{role}\.optim\.optimizer=AdamW8bit: .*'ostinato-ppo\[adamw8bit\]'"):
+    with pytest.raises(
+        LaunchError, match=rf"{role}\.optim\.optimizer=AdamW8bit: .*{re.escape(how_to_install('adamw8bit'))}"
+    ):
         check_launch(config)
 
 
@@ -96,7 +105,7 @@ def test_ppo_preflight_launch_refuses_liger_on_a_cpu_and_where_it_is_not_install
     with pytest.raises(LaunchError, match=rf"{role}\.model\.use_liger: .* run on GPUs, .* on a CPU\. Set it to False"):
         check_launch(asked("cpu"))
     monkeypatch.setattr("ostinato.ppo.preflight_launch.find_spec", lambda module: None)
-    with pytest.raises(LaunchError, match=rf"{role}\.model\.use_liger: .*pip install 'ostinato-ppo\[liger\]'"):
+    with pytest.raises(LaunchError, match=rf"{role}\.model\.use_liger: .*{re.escape(how_to_install('liger'))}"):
         check_launch(asked("cuda"))
 
 
@@ -115,3 +124,38 @@ def test_ppo_preflight_launch_refuses_a_model_without_weights(role, with_weights
         check_launch(config)
     monkeypatch.setenv("RAY_ADDRESS", "cluster:6379")
     check_launch(config)
+
+
+@pytest.mark.parametrize(
+    ("told", "extra", "words"),
+    [
+        ("--extra vllm-cpu\n", "liger", "--extra vllm-cpu --extra liger"),
+        ("--extra vllm --extra flash-attn\n", "sglang", "--extra flash-attn --extra sglang"),
+        ("--extra=vllm-cpu --no-cache\n", "vllm", "--no-cache --extra vllm"),
+        ("--extra vllm-cpu --extra lora", "lora", "--extra vllm-cpu --extra lora"),
+        ("", "lora", "--extra lora"),
+        (None, "lora", None),
+    ],
+)
+def test_ppo_install_line_is_of_the_environment_that_runs(told, extra, words, tmp_path, monkeypatch):
+    """A checkout's has no pip; its script takes away what it is not told, so that all of it is said again."""
+    checkout = tmp_path / "it's here"
+    for folder in ("tools", ".venv"):
+        (checkout / folder).mkdir(parents=True)
+    script = checkout / "tools" / "bootstrap.sh"
+    script.touch()
+    monkeypatch.setattr(sys, "prefix", str(checkout / ".venv"))
+    if told is None:
+        assert how_to_install(extra) == f"pip install 'ostinato-ppo[{extra}]'"
+        return
+    (checkout / ".venv" / "ostinato.extras").write_text(told)
+    assert shlex.split(how_to_install(extra)) == ["sh", str(script), *words.split()]
+    script.unlink()
+    assert how_to_install(extra).startswith("pip install ")
+
+
+def test_ppo_install_line_reads_what_the_checkouts_script_leaves():
+    script = Path(__file__).parents[3] / "tools" / "bootstrap.sh"
+    if not script.is_file():
+        pytest.skip("not in a checkout")
+    assert f"CHOICE=.venv/{install.CHOICE}\n" in script.read_text()

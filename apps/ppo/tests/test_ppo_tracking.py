@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import sys
 import time
 from importlib.util import find_spec
@@ -17,6 +18,7 @@ from ostinato.controller.watch import book, current_watch
 from ostinato.ppo import loggers
 from ostinato.ppo.config import PpoConfig
 from ostinato.ppo.errors import PpoError
+from ostinato.ppo.install import how_to_install
 from ostinato.ppo.loggers import SafeLogger, TrackingError, check_installed, check_names, plain
 from ostinato.ppo.tracking import StepLog, Tracker
 from ostinato.protocol import DataProto, Metric
@@ -187,7 +189,7 @@ def test_logger_that_is_not_installed_says_how_to_install_it(tmp_path: Path, nam
     if find_spec(name) is not None:
         pytest.skip("it is installed")
     check_names([name])
-    with pytest.raises(TrackingError, match=rf"{name}' is not installed: pip install 'ostinato-ppo\[{name}\]'"):
+    with pytest.raises(TrackingError, match=re.escape(f"{name!r} is not installed: {how_to_install(name)}")):
         check_installed([name])
     with pytest.raises(TrackingError):
         Tracker([name], tmp_path)

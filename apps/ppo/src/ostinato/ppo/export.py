@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ostinato.ppo.errors import CheckpointError
+from ostinato.ppo.install import how_to_install
 
 if TYPE_CHECKING:
     from ostinato.workers.core.checkpoint import SavedRole
@@ -166,8 +167,8 @@ def _source(folder: Path, saved: SavedRole) -> Any:
         reader = getattr(import_module(module), name)
     except ModuleNotFoundError as error:
         raise CheckpointError(
-            f"{folder}: was written with strategy {saved.strategy!r}, whose wheel is not installed ({error}); "
-            f"pip install 'ostinato-workers-{saved.strategy}'"
+            f"{folder}: was written with strategy {saved.strategy!r}, whose wheel is not installed ({error}): "
+            + how_to_install("megatron")  # the other one comes with the app
         ) from error
     return reader(folder, saved.model, saved.head)
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ostinato.ppo.errors import PpoError
+from ostinato.ppo.install import how_to_install
 
 logger = logging.getLogger(__name__)
 
@@ -144,9 +145,9 @@ class MlflowLogger:
 
 _LOGGERS: dict[str, tuple[Callable[[Path, tuple[str, str], Any], Logger], str, str]] = {
     "jsonl": (JsonlLogger, "json", ""),
-    "tensorboard": (TensorboardLogger, "tensorboard", "pip install tensorboard"),
-    "wandb": (WandbLogger, "wandb", "pip install 'ostinato-ppo[wandb]'"),
-    "mlflow": (MlflowLogger, "mlflow", "pip install 'ostinato-ppo[mlflow]'"),
+    "tensorboard": (TensorboardLogger, "tensorboard", ""),
+    "wandb": (WandbLogger, "wandb", "wandb"),
+    "mlflow": (MlflowLogger, "mlflow", "mlflow"),
 }
 
 LOGGERS = (CONSOLE, *_LOGGERS)
@@ -171,8 +172,10 @@ def check_installed(names: Sequence[str]) -> None:
         TrackingError: a package is missing; the text says how to install it.
     """
     for name in names:
-        if name in _LOGGERS and find_spec(_LOGGERS[name][1]) is None:
-            raise TrackingError(f"trainer.logger: {name!r} is not installed: {_LOGGERS[name][2]}")
+        _, module, extra = _LOGGERS.get(name, (None, None, None))
+        if module and find_spec(module) is None:
+            how = how_to_install(extra) if extra else f"pip install {module}"
+            raise TrackingError(f"trainer.logger: {name!r} is not installed: {how}")
 
 
 class SafeLogger:

