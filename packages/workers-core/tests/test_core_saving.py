@@ -17,6 +17,14 @@ from ostinato.workers.core.errors import CheckpointError
 from ostinato.workers.core.testing import tiny_causal_lm
 
 
+def role(model):
+    """A role of an engine that writes and reads nothing."""
+    done = SimpleNamespace(done=lambda: True, wait=lambda: None)
+    engine = SimpleNamespace(save=lambda path, background: done, load=lambda path: None)
+    residency: Any = SimpleNamespace(engine=engine, training=nullcontext, choice=SimpleNamespace(strategy="plain"))
+    return RoleCheckpoint(residency, model, "lm", CheckpointConfig(async_save=True))
+
+
 @pytest.mark.parametrize("file", ["config.json", "tokenizer.json", "role.json"])
 def test_saving_in_the_background_on_a_full_disk_names_rank_and_checkpoint(file, tmp_path, monkeypatch):
     """The engine's files are under way then, and these meet the full disk first; a limit of size stands for it.
@@ -24,9 +32,7 @@ def test_saving_in_the_background_on_a_full_disk_names_rank_and_checkpoint(file,
     What transformers and tokenizers raise differs: the latter's is no OSError.
     """
     base = tiny_causal_lm(tmp_path / "base")
-    engine = SimpleNamespace(save=lambda path, background: SimpleNamespace(done=lambda: True, wait=lambda: None))
-    residency: Any = SimpleNamespace(engine=engine, training=nullcontext, choice=SimpleNamespace(strategy="plain"))
-    saved = RoleCheckpoint(residency, ModelConfig(path=str(base)), "lm", CheckpointConfig(async_save=True))
+    saved = role(ModelConfig(path=str(base)))
     saved.save(tmp_path / "whole", writes=True)
     whole = tmp_path / "whole" / ("" if file == "role.json" else MODEL_FOLDER) / file
     if file == "role.json":  # the smallest of them
@@ -43,3 +49,15 @@ def test_saving_in_the_background_on_a_full_disk_names_rank_and_checkpoint(file,
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+
+
+def test_an_adapter_that_would_count_otherwise_is_refused(tmp_path):
+    """The weights fit, and would say something else: no engine can tell."""
+    base = str(tiny_causal_lm(tmp_path / "base"))
+    adapted = ModelConfig(path=base, lora_rank=4, lora_alpha=8)
+    role(adapted).save(tmp_path / "actor", writes=True)
+    role(adapted).load(tmp_path / "actor")
+    with pytest.raises(CheckpointError, match=r"actor: its adapter counts with model\.lora_alpha=8, this run's"):
+        role(ModelConfig(path=base, lora_rank=4, lora_alpha=16)).load(tmp_path / "actor")
+    role(ModelConfig(path=base, lora_alpha=1)).save(tmp_path / "whole", writes=True)
+    role(ModelConfig(path=base, lora_alpha=2)).load(tmp_path / "whole")

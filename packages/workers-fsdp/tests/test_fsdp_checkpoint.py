@@ -8,9 +8,11 @@ import threading
 import pytest
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-from ostinato.workers.core.testing.oracle import assert_same_weights, make_rows, start
+from ostinato.workers.core.config import ModelConfig
+from ostinato.workers.core.testing.oracle import Driver, assert_same_weights, make_rows, start
 from ostinato.workers.core.testing.spawn import SpawnError, spawn
 from ostinato.workers.fsdp.errors import CheckpointError
+from ostinato.workers.fsdp.saved import SavedWeights
 from ostinato.workers.fsdp.testing import fsdp
 from ostinato.workers.fsdp.testing.runs import two_ranks_lose_one
 
@@ -50,6 +52,19 @@ def test_disk_that_is_full_and_files_that_are_broken_are_errors_of_this_wheel(wo
         driver.engine.load(tmp_path / "broken")
 
 
+def test_load_of_a_mark_that_is_no_index_is_an_error_of_this_wheel(workspace, tmp_path):
+    """It is a pickle: what is cut off, empty or something else raises all kinds of errors."""
+    driver = start(fsdp(), workspace / "lm")
+    driver.engine.save(tmp_path)
+    whole = (tmp_path / ".metadata").read_bytes()
+    for broken in (b"", whole[:100], whole[:-1], b"cnowhere\nnothing\n.", b"(dp0\n.", b"no pickle at all"):
+        (tmp_path / ".metadata").write_bytes(broken)
+        with pytest.raises(CheckpointError, match=rf"{tmp_path} cannot be read: \.metadata: .*Resume from an earlier"):
+            driver.engine.load(tmp_path)
+        with pytest.raises(CheckpointError, match=r"cannot be read: \.metadata: "):
+            SavedWeights(tmp_path, ModelConfig(path=str(workspace / "lm")), "lm")
+
+
 def test_ctrl_c_during_a_save_stays_what_it_is(workspace, tmp_path, monkeypatch):
     driver = start(fsdp(), workspace / "lm")
 
@@ -75,6 +90,9 @@ def test_load_with_an_adapter_more_or_less_names_the_key(workspace, tmp_path):
         plain.engine.load(tmp_path / "adapted")
     with pytest.raises(CheckpointError, match=r"the run trains an adapter and it does not; set model\.lora_rank"):
         adapted.engine.load(tmp_path / "plain")
+    for other in ({"lora_rank": 8}, {"lora_rank": 4, "target_modules": ["q_proj"]}):
+        with pytest.raises(CheckpointError, match=r"Only its adapters are other ones; set model\.lora_rank, "):
+            start(fsdp(), workspace / "lm", **other).engine.load(tmp_path / "adapted")
 
 
 def test_load_into_offloaded_engine_equals_load_on_device(workspace, tmp_path):
@@ -89,9 +107,6 @@ def test_load_into_offloaded_engine_equals_load_on_device(workspace, tmp_path):
 
 
 def test_frozen_model_reads_a_trained_ones_checkpoint(workspace, tmp_path):
-    from ostinato.workers.core.config import ModelConfig
-    from ostinato.workers.core.testing.oracle import Driver
-
     trained = start(fsdp(), workspace / "lm")
     trained.train(make_rows(2, seed=1))
     trained.engine.save(tmp_path)

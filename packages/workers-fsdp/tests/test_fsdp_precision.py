@@ -6,8 +6,11 @@ import pytest
 import torch
 from torch import nn
 
+from ostinato.workers.core.config import ModelConfig
+from ostinato.workers.core.testing.lora import ADAPTER
 from ostinato.workers.core.testing.oracle import STILL, assert_same_weights, make_rows, start
 from ostinato.workers.fsdp.activations import ActivationOffload
+from ostinato.workers.fsdp.errors import FsdpConfigError
 from ostinato.workers.fsdp.scaling import FIRST_EXPONENT, GROWTH_INTERVAL, LossScale, first_scale
 from ostinato.workers.fsdp.testing import check_activation_offload, fsdp
 
@@ -74,6 +77,19 @@ def test_float16_overflow_skips_the_step_and_halves_the_scale(workspace, tmp_pat
     resumed.engine.load(tmp_path / "exact")
     assert resumed.engine._loss_scale == LossScale(FIRST_EXPONENT - 1, 1), "a checkpoint without a scale leaves it"
     assert resumed.engine.skipped_steps == 1
+
+
+@group
+@pytest.mark.parametrize(("folder", "head", "model"), [("lm", "lm", {}), ("value", "value", ADAPTER)])
+def test_weights_that_are_trained_do_not_lie_in_float16(workspace, folder, head, model):
+    """AdamW made them infinite in its first step. What is frozen may lie in it, adapters never do."""
+    half = fsdp(model_dtype="fp16", dtype="fp16")
+    with pytest.raises(FsdpConfigError, match=r"model_dtype=fp16.*set fsdp_config\.dtype=fp16"):
+        start(half, workspace / folder, head=head, **model)
+    half(head=head, model=ModelConfig(path=str(workspace / folder)), trainable=False).build()
+    driver = start(half, workspace / "lm", **ADAPTER)
+    losses = [driver.train(make_rows(4, seed=1))[0] for _ in range(2)]
+    assert losses[1] < losses[0]
 
 
 @group

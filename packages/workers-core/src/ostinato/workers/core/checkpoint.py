@@ -141,7 +141,17 @@ class RoleCheckpoint:
         return True
 
     def load(self, path: Path) -> None:
-        """Read what `save` wrote, at any number of ranks; collective."""
+        """Read what `save` wrote, at any number of ranks; collective.
+
+        Raises:
+            OSError: there is no whole checkpoint, or it belongs to another model.
+        """
+        saved, model = read_saved_role(path).model, self._model
+        if min(saved.lora_rank, model.lora_rank) > 0 and saved.lora_alpha != model.lora_alpha:
+            raise CheckpointError(
+                f"checkpoint {path}: its adapter counts with model.lora_alpha={saved.lora_alpha}, this run's with "
+                f"{model.lora_alpha}, which makes another policy of the same weights. Set it as it was"
+            )
         with self._residency.training():
             self._residency.engine.load(path)
 

@@ -31,7 +31,7 @@ from ostinato.workers.core.engine import Head
 from ostinato.workers.core.value_head import fresh_value_head
 from ostinato.workers.fsdp.attention import VARLEN, choose_attention, registered_name
 from ostinato.workers.fsdp.config import FsdpConfig, torch_dtype
-from ostinato.workers.fsdp.errors import ModelLoadError
+from ostinato.workers.fsdp.errors import FsdpConfigError, ModelLoadError
 from ostinato.workers.fsdp.folder import Read, loose_tensors, open_folder
 from ostinato.workers.fsdp.head import fuse_head
 from ostinato.workers.fsdp.liger import use_liger_kernels
@@ -300,6 +300,7 @@ def build_module(
 
     Raises:
         ModelLoadError: The folder does not hold such a model; raised on every rank.
+        FsdpConfigError: The model cannot be trained so.
     """
     hf_config = read_config(model, head)
     module = make_meta_module(model, hf_config, head, config.master_dtype)
@@ -307,6 +308,12 @@ def build_module(
     if trainable and model.lora_rank > 0:
         add_adapter(module, model, head)
         keep_frozen_in(module, config.compute_dtype(device))
+    if any(parameter.requires_grad and parameter.dtype == torch.float16 for parameter in module.parameters()):
+        raise FsdpConfigError(
+            f"fsdp_config.model_dtype={config.model_dtype}: expected fp32 or bf16 for weights that are trained. "
+            "AdamW's second moments and its epsilon are 0 in float16, and the first step would make the weights "
+            "infinite. For float16 products set fsdp_config.dtype=fp16 and leave model_dtype at fp32."
+        )
     if head == "lm" and model.use_fused_kernels:
         fuse_head(module)
     if model.use_liger:

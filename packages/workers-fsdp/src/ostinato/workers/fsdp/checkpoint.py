@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from ostinato.workers.core.checkpoint import WriteUnderWay, named_failure, not_in_force
 from ostinato.workers.fsdp.errors import CheckpointError
-from ostinato.workers.fsdp.lora import is_adapter
+from ostinato.workers.fsdp.lora import folder_name, is_adapter
 from ostinato.workers.fsdp.offload import HostCopies
 from ostinato.workers.fsdp.quantized import fill, in_full, is_quantized, new_moment, scale_of
 
@@ -28,6 +28,9 @@ WRITE_TIMEOUT = timedelta(hours=3)
 
 METADATA = ".metadata"
 """What a checkpoint's folder gets last."""
+
+EARLIER = "Resume from an earlier one."
+"""What to do about a checkpoint that cannot be read."""
 
 
 def _model_state(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -209,7 +212,7 @@ def load(
         quantized = _quantized(module, optimizer)
         scales = _scales_to_read(metadata, quantized, _layout(module))
         state["scales"] = {_layout(module): scales}
-    with named_failure(f"checkpoint {path} cannot be read", CheckpointError):
+    with named_failure(f"checkpoint {path} cannot be read", CheckpointError, advice=EARLIER):
         load_state_dict(state, storage_reader=FileSystemReader(path))
     for name, moment in quantized.items():
         parameter, _, kind = name.rpartition(".")
@@ -239,9 +242,11 @@ def read_metadata(path: Path) -> Metadata:
     if not (path / METADATA).is_file():
         raise CheckpointError(
             f"checkpoint {path}: expected a folder with a `{METADATA}` file, which is written last; found none. The "
-            "checkpoint is missing or was cut off while it was written; resume from an earlier one."
+            f"checkpoint is missing or was cut off while it was written. {EARLIER}"
         )
-    return FileSystemReader(path).read_metadata()
+    # A pickle that is broken may raise anything.
+    with named_failure(f"checkpoint {path} cannot be read: {METADATA}", CheckpointError, Exception, advice=EARLIER):
+        return FileSystemReader(path).read_metadata()
 
 
 def check_model(path: Path, module: nn.Module, metadata: Metadata) -> None:
@@ -264,11 +269,19 @@ def check_model(path: Path, module: nn.Module, metadata: Metadata) -> None:
                 f"checkpoint {path}: {'it' if any(map(is_adapter, saved)) else 'the run'} trains an adapter and "
                 f"{'the run' if any(map(is_adapter, saved)) else 'it'} does not; set model.lora_rank as it was."
             )
+        why = "It belongs to another model."
+        if _without_adapters(saved) == _without_adapters(mine):
+            keys = "model.lora_rank, model.target_modules and model.exclude_modules"
+            why = f"Only its adapters are other ones; set {keys} as they were."
         raise CheckpointError(
             f"checkpoint {path}: {len(differences)} weights differ from the model; the first is {first}: the model has "
-            f"{mine.get(first, 'no such weight')}, the checkpoint {saved.get(first, 'no such weight')}. "
-            "It belongs to another model."
+            f"{mine.get(first, 'no such weight')}, the checkpoint {saved.get(first, 'no such weight')}. {why}"
         )
+
+
+def _without_adapters(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """The folder's weights among a model's."""
+    return {folder_name(name): shape for name, shape in shapes.items() if not is_adapter(name)}
 
 
 def _match_optimizer(

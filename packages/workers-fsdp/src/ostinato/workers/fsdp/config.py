@@ -49,7 +49,8 @@ class FsdpConfig:
             (less memory); False keeps them (less communication).
         fsdp_size: Ranks that share one copy of the model. -1 means all; a smaller number gives hybrid sharding with
             `world_size / fsdp_size` replicas.
-        model_dtype: Type of the master weights, the optimizer state and the checkpoint.
+        model_dtype: Type of the master weights, the optimizer state and the checkpoint; fp16 where nothing of it is
+            trained.
         dtype: Type of the matrix products and of the gathered weights. "auto" is bf16 on a GPU and fp32 on a CPU.
         reduce_dtype: Type in which gradients are added up over ranks and micro-batches.
         defer_gradient_sync: Reduce gradients once, after the last micro-batch. One communication a mini-batch, at the
