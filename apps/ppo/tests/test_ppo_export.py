@@ -86,6 +86,28 @@ def test_export_refuses_other_engines_newer_formats_and_a_target_that_is_there(r
         export(run, tmp_path / "out")
 
 
+@pytest.mark.parametrize("where", [".", "global_step_6", "global_step_6/actor", "global_step_6/actor/model", "link"])
+def test_export_never_replaces_the_checkpoint_that_it_reads(run, where):
+    """`--overwrite` with the run's own folder deleted every checkpoint in it."""
+    (run / "link").symlink_to(run / "global_step_6")
+    with pytest.raises(CheckpointError, match=r"holds the checkpoint .*global_step_6/actor, or lies in it"):
+        export(run, run / where, overwrite=True)
+    assert (run / "global_step_6" / "actor" / "role.json").is_file()
+
+
+def test_export_refuses_a_place_that_cannot_be_replaced_before_it_reads(run, tmp_path, monkeypatch):
+    (tmp_path / "disk").mkdir()
+    monkeypatch.setattr(Path, "is_mount", lambda path: path.name == "disk")
+    with pytest.raises(CheckpointError, match=r"disk is where a disk is mounted.*give a folder in it"):
+        export(run, tmp_path / "disk")
+
+
+@pytest.mark.parametrize("size", ["0", "-1", "nan", "inf"])
+def test_export_refuses_weight_files_of_no_size(run, tmp_path, size, capsys):
+    assert main(["export", str(run), "--to", str(tmp_path / "out"), "--shard-gigabytes", size]) == 2
+    assert f"expected a size above 0, got {size}" in capsys.readouterr().err
+
+
 def test_export_command_tells_how_it_is_used_and_what_is_wrong(run, tmp_path, capsys):
     assert main(["export", "--help"]) == 0
     assert "ostinato-ppo export [-h] --to DIR" in capsys.readouterr().out

@@ -106,6 +106,11 @@ def test_export_replaces_an_older_folder(tmp_path, lm_path):
         (tmp_path / "out" / "stale").touch()
     export_hf(engine.weight_source(), replace(model), tmp_path / "out", head="lm", writes=True)
     assert not (tmp_path / "out" / "stale").exists()
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to(tmp_path / "out")
+    for name in ("file", "link"):
+        export_hf(engine.weight_source(), model, tmp_path / name, head="lm", writes=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "link", "out"], "nothing hidden is left"
 
 
 def test_export_files_may_be_read_by_others(tmp_path):

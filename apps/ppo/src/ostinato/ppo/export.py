@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -92,7 +93,7 @@ def export(
         progress: told bytes written and bytes in all after each file.
 
     Raises:
-        CheckpointError: there is no whole checkpoint, or the target is in the way.
+        CheckpointError: there is no whole checkpoint, or the target is in the way or cannot be replaced.
         OSError: the checkpoint cannot be read, or the folder not written.
     """
     import torch
@@ -101,10 +102,14 @@ def export(
     from ostinato.workers.core.export import export_hf
     from ostinato.workers.core.factory import prepare_model
 
-    target = Path(to).absolute()
+    target = Path(to).resolve()
     if target.exists() and (not target.is_dir() or any(target.iterdir())) and not overwrite:
         raise CheckpointError(f"{to} is there already; give another folder, or --overwrite")
     folder = find_role(Path(checkpoint), role)
+    if target.is_relative_to(folder) or folder.is_relative_to(target):
+        raise CheckpointError(f"{to} holds the checkpoint {folder}, or lies in it; give another folder")
+    if target.is_mount():
+        raise CheckpointError(f"{to} is where a disk is mounted, which cannot be replaced; give a folder in it")
     saved = read_saved_role(folder)
     prepare_model(saved.model, role)
     name = DTYPES[dtype]
@@ -185,6 +190,13 @@ class _Progress:
         sys.stderr.flush()
 
 
+def _gigabytes(text: str) -> float:
+    size = float(text)
+    if not 0 < size < math.inf:
+        raise argparse.ArgumentTypeError(f"expected a size above 0, got {text}")
+    return size
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         PROGRAM, description=DESCRIPTION, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -198,7 +210,7 @@ def _parser() -> argparse.ArgumentParser:
         "--dtype", choices=list(DTYPES), default="auto", help="type of the weights (default: as the run's model had it)"
     )
     parser.add_argument(
-        "--shard-gigabytes", type=float, default=5.0, metavar="GB", help="largest weight file (default: 5)"
+        "--shard-gigabytes", type=_gigabytes, default=5.0, metavar="GB", help="largest weight file (default: 5)"
     )
     parser.add_argument("--overwrite", action="store_true", help="replace DIR where it is there already")
     return parser

@@ -39,7 +39,7 @@ def export_hf(
     """Write weights, config, tokenizer and generation config as a Hugging Face folder.
 
     The folder appears whole or not at all: it is written beside its place and renamed. An older folder of that name is
-    replaced.
+    replaced, and so is a file.
 
     Args:
         source: the weights; streaming them is collective, so every rank calls this.
@@ -67,7 +67,7 @@ def export_hf(
         _write(source.specs(), weights, model, partial, head, dtype, shard_bytes, progress)
         share(partial)
         replaced = path.with_name(f".{path.name}.replaced")
-        shutil.rmtree(replaced, ignore_errors=True)  # a run that died right here left it behind
+        _remove(replaced)  # a run that died right here left it behind
         if path.exists():
             os.replace(path, replaced)
         os.replace(partial, path)
@@ -76,9 +76,17 @@ def export_hf(
         if isinstance(error, Exception):
             _drain(weights)  # the other ranks are in the same collective calls, and would wait for this one
         raise
-    shutil.rmtree(replaced, ignore_errors=True)
+    _remove(replaced)
     # A part of a checkpoint may get another name yet: the caller reports that one.
     logger.debug("weights exported to %s", path)
+
+
+def _remove(path: Path) -> None:
+    """Remove a folder, or a file or link that stood in its place."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _drain(weights: Iterator[tuple[str, torch.Tensor]]) -> None:
