@@ -58,7 +58,7 @@ def test_ppo_megatron_is_one_key_for_actor_and_reference(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "key", "text"),
     [
-        (sizes(tensor_model_parallel=3), f"{ACTOR}.megatron.tensor_model_parallel_size", "take one of [1, 2, 4]"),
+        (sizes(tensor_model_parallel=3), f"{ACTOR}.megatron.tensor_model_parallel_size", "take one of [1, 2]"),
         (sizes(tensor_model_parallel=4), f"{ACTOR}.megatron.tensor_model_parallel_size", "2 key/value heads"),
         (sizes(pipeline_model_parallel=4), f"{ACTOR}.megatron.pipeline_model_parallel_size", "take one of [1, 2]"),
         (sizes(expert_model_parallel=2), f"{ACTOR}.megatron.expert_model_parallel_size", "the model has none"),

@@ -1,8 +1,11 @@
 from __future__ import annotations
 
 import pickle
+import re
 import subprocess
 import sys
+from dataclasses import replace
+from itertools import product
 
 import pytest
 
@@ -49,15 +52,15 @@ def test_megatron_config_refuses_what_cannot_work(entries, text):
 @pytest.mark.parametrize(
     ("entries", "ranks", "key", "text"),
     [
-        ({"tensor_model_parallel_size": 3}, 4, "tensor_model_parallel_size", "take one of [1, 2, 4]"),
+        ({"tensor_model_parallel_size": 3}, 4, "tensor_model_parallel_size", "4 attention heads; take one of [1, 2]"),
         ({"tensor_model_parallel_size": 4}, 4, "tensor_model_parallel_size", "2 key/value heads; take one of [1, 2]"),
         ({"pipeline_model_parallel_size": 4}, 4, "pipeline_model_parallel_size", "6 layers; take one of [1, 2]"),
-        ({"pipeline_model_parallel_size": 3}, 4, "pipeline_model_parallel_size", "take one of [1, 2, 4]"),
+        ({"pipeline_model_parallel_size": 3}, 4, "pipeline_model_parallel_size", "do not divide 4; take one of [1, 2]"),
         (
             {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 3},
             8,
             "pipeline_model_parallel_size",
-            "tp 2 × pp 3 × cp 1 = 6 ranks do not divide 8; take one of [1, 2, 4]",
+            "tp 2 × pp 3 × cp 1 = 6 ranks do not divide 8; take one of [1, 2]",
         ),
         (
             {"virtual_pipeline_model_parallel_size": 2, "pipeline_model_parallel_size": 2},
@@ -67,7 +70,21 @@ def test_megatron_config_refuses_what_cannot_work(entries, text):
         ),
         ({"sequence_parallel": True}, 4, "sequence_parallel", "set it to False"),
         ({"tensor_model_parallel_size": 2}, 4, "sequence_parallel", "trains a mixture"),
-        ({"expert_model_parallel_size": 3}, 3, "expert_model_parallel_size", "4 experts; take one of [1, 2, 4]"),
+        ({"expert_model_parallel_size": 3}, 3, "expert_model_parallel_size", "4 experts; take one of [1]"),
+        ({"context_parallel_size": 3}, 4, "context_parallel_size", "do not divide 4; take one of [1, 2, 4]"),
+        ({"expert_tensor_parallel_size": 3}, 4, "expert_tensor_parallel_size", "take one of [1, 2, 4]"),
+        (
+            {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 3, "context_parallel_size": 3},
+            4,
+            "pipeline_model_parallel_size",
+            "change the other sizes first",
+        ),
+        (
+            {"virtual_pipeline_model_parallel_size": 2, "pipeline_model_parallel_size": 4},
+            12,
+            "pipeline_model_parallel_size",
+            "8 pieces (stages × virtual stages) do not divide the model's 6 layers; take one of [3]",
+        ),
         ({"expert_model_parallel_size": 4}, 2, "expert_model_parallel_size", "take one of [1, 2]"),
     ],
 )
@@ -76,6 +93,26 @@ def test_megatron_layout_that_does_not_fit_names_the_number_that_would(entries, 
     problems = layout_problems(config, ranks, num_heads=4, num_kv_heads=2, num_layers=6, num_experts=4)
     assert key in dict(problems)
     assert any(name == key and text in message for name, message in problems), problems
+
+
+def test_megatron_layout_advice_leads_to_no_other_fault():
+    """Every size that a text names, set alone, makes that key's faults go and brings none of another key."""
+    numbers = {"num_heads": 12, "num_kv_heads": 4, "num_layers": 6, "num_experts": 8}
+    advised = 0
+    for tp, pp, ep, virtual, ranks in product((1, 2, 3, 4), (1, 2, 3, 4), (1, 3, 4), (None, 2), (4, 6, 24)):
+        config = MegatronConfig(
+            tensor_model_parallel_size=tp,
+            pipeline_model_parallel_size=pp,
+            expert_model_parallel_size=ep,
+            virtual_pipeline_model_parallel_size=virtual,
+        )
+        problems = layout_problems(config, ranks, **numbers)
+        for key, text in problems:
+            for size in re.findall(r"\d+", text.partition("; take one of ")[2]):
+                left = layout_problems(replace(config, **{key: int(size)}), ranks, **numbers)
+                assert {name for name, _ in left} <= {name for name, _ in problems} - {key}, (config, text, left)
+                advised += 1
+    assert advised > 100
 
 
 def test_megatron_layout_that_fits_has_no_problem():

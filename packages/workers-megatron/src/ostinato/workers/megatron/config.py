@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ostinato.workers.megatron.errors import MegatronConfigError
@@ -143,50 +143,74 @@ def layout_problems(
         num_experts: experts of a mixture; 0 for a dense model.
 
     Returns:
-        (key below `megatron`, text) of each fault; empty where the layout fits.
+        (key below `megatron`, text) of each fault; empty where the layout fits. A size that is advised leads to no
+        other fault.
     """
+    model = (num_heads, num_kv_heads, num_layers, num_experts)
+    faults = list(_faults(config, ranks, *model))
     problems: list[tuple[str, str]] = []
-    tp, pp = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
+    for key, text in faults:
+        if key not in ("sequence_parallel", "virtual_pipeline_model_parallel_size"):  # they say what to set
+            others = {name for name, _ in faults} - {key}
+            fits = [
+                size
+                for size in divisors(ranks)
+                if {name for name, _ in _faults(replace(config, **{key: size}), ranks, *model)} <= others
+            ]
+            text += f"; take one of {fits}" if fits else "; change the other sizes first"
+        problems.append((key, text))
+    return problems
+
+
+def _faults(
+    config: MegatronConfig,
+    ranks: int,
+    num_heads: int | None,
+    num_kv_heads: int | None,
+    num_layers: int | None,
+    num_experts: int | None,
+) -> Iterator[tuple[str, str]]:
+    """What does not fit, each with the key that is to be changed; without the sizes that would fit."""
+    tp, pp, cp = config.tensor_model_parallel_size, config.pipeline_model_parallel_size, config.context_parallel_size
     virtual = config.virtual_pipeline_model_parallel_size
     if virtual is not None and pp < 3:
         text = f"{virtual} pieces a stage need three stages or more (between two, what goes forward and what goes back"
         text += f" would meet), and pipeline_model_parallel_size={pp}; set it to null"
-        problems.append(("virtual_pipeline_model_parallel_size", text))
+        yield "virtual_pipeline_model_parallel_size", text
     if config.sequence_parallel and tp == 1:
         text = "True splits over tensor-parallel ranks, and tensor_model_parallel_size=1; set it to False"
-        problems.append(("sequence_parallel", text))
+        yield "sequence_parallel", text
     for what, number in (("attention heads", num_heads), ("key/value heads", num_kv_heads)):
         if number and number % tp:
-            fits = [size for size in divisors(number) if ranks % size == 0]
-            problems.append(
-                ("tensor_model_parallel_size", f"{tp} does not divide the model's {number} {what}; take one of {fits}")
-            )
+            yield "tensor_model_parallel_size", f"{tp} does not divide the model's {number} {what}"
             break
-    pieces = pp * (config.virtual_pipeline_model_parallel_size or 1)
+    pieces = pp * (virtual or 1)
     if num_layers and num_layers % pieces:
-        fits = [size for size in divisors(num_layers) if ranks % size == 0]
-        problems.append(
-            (
-                "pipeline_model_parallel_size",
-                f"{pieces} pieces (stages × virtual stages) do not divide the model's {num_layers} layers; "
-                f"take one of {fits}",
-            )
-        )
+        text = f"{pieces} pieces (stages × virtual stages) do not divide the model's {num_layers} layers"
+        yield "pipeline_model_parallel_size", text
     if ranks % config.model_size:
-        key = "pipeline_model_parallel_size" if ranks % tp == 0 and pp > 1 else "tensor_model_parallel_size"
-        rest = config.model_size // getattr(config, key)
-        fits = divisors(ranks // rest) if ranks % rest == 0 else []
-        text = (
-            f"tp {tp} × pp {pp} × cp {config.context_parallel_size} = {config.model_size} ranks do not divide {ranks}"
-        )
-        problems.append((key, text + (f"; take one of {fits}" if fits else "; lower the other sizes first")))
+        key = "tensor_model" if ranks % tp else "pipeline_model" if ranks % (tp * pp) else "context"
+        text = f"tp {tp} × pp {pp} × cp {cp} = {config.model_size} ranks do not divide {ranks}"
+        yield f"{key}_parallel_size", text
     if num_experts and tp > 1 and not config.sequence_parallel:
-        text = (
-            f"Megatron-Core trains a mixture at tensor_model_parallel_size={tp} with True only (TransformerEngine); set"
-        )
-        problems.append(("sequence_parallel", f"{text} it to True, or take tp 1 and expert_model_parallel_size"))
-    problems += _expert_problems(config, ranks, num_experts)
-    return problems
+        text = f"Megatron-Core trains a mixture at tensor_model_parallel_size={tp} with True only (TransformerEngine)"
+        yield "sequence_parallel", f"{text}; set it to True, or take tp 1 and expert_model_parallel_size"
+    yield from _expert_faults(config, ranks, num_experts)
+
+
+def _expert_faults(config: MegatronConfig, ranks: int, num_experts: int | None) -> Iterator[tuple[str, str]]:
+    size, pp = config.expert_model_parallel_size, config.pipeline_model_parallel_size
+    expert_tp = config.expert_tensor_parallel_size or config.tensor_model_parallel_size
+    block = expert_tp * size * pp
+    text = f"expert tp {expert_tp} × ep {size} × pp {pp} = {block} ranks do not divide {ranks}"
+    if size > 1 and num_experts == 0:
+        yield "expert_model_parallel_size", f"{size} deals experts over ranks, and the model has none"
+    elif num_experts and num_experts % size:
+        yield "expert_model_parallel_size", f"{size} does not divide the model's {num_experts} experts"
+    elif config.expert_tensor_parallel_size and ranks % (expert_tp * pp):
+        yield "expert_tensor_parallel_size", text
+    elif ranks % block and size > 1:
+        yield "expert_model_parallel_size", text
 
 
 def foreign_settings(model: Any, optim: Any | None) -> list[tuple[str, str]]:
@@ -207,24 +231,6 @@ def foreign_settings(model: Any, optim: Any | None) -> list[tuple[str, str]]:
         asked.append(("optim.optimizer", optim.optimizer, "AdamW"))
     text = "the Megatron engine has no such thing; set it to {}, or take strategy=fsdp"
     return [(key, f"{got}, but " + text.format(instead)) for key, got, instead in asked]
-
-
-def _expert_problems(config: MegatronConfig, ranks: int, num_experts: int | None) -> list[tuple[str, str]]:
-    key, size = "expert_model_parallel_size", config.expert_model_parallel_size
-    if size > 1 and num_experts == 0:
-        return [(key, f"{size} deals experts over ranks, and the model has none; take 1")]
-    if num_experts and num_experts % size:
-        return [(key, f"{size} does not divide the model's {num_experts} experts; take one of {divisors(num_experts)}")]
-    expert_tp = config.expert_tensor_parallel_size or config.tensor_model_parallel_size
-    block = expert_tp * size * config.pipeline_model_parallel_size
-    if ranks % block and (size > 1 or config.expert_tensor_parallel_size):
-        rest = expert_tp * config.pipeline_model_parallel_size
-        fits = (
-            [n for n in divisors(ranks // rest) if not num_experts or num_experts % n == 0] if not ranks % rest else []
-        )
-        text = f"expert tp {expert_tp} × ep {size} × pp {config.pipeline_model_parallel_size} = {block} ranks do not"
-        return [(key, f"{text} divide {ranks}; take one of {fits or [1]}")]
-    return []
 
 
 def divisors(number: int) -> list[int]:
