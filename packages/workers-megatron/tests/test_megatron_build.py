@@ -53,6 +53,26 @@ def test_megatron_on_a_cpu_is_refused_with_what_to_do(megatron_workspace):
             "recompute_granularity",
         ),
         ({"override_ddp_config": {"overlap_grad_reduce": True}}, MegatronConfigError, "is fixed"),
+        (
+            {"override_transformer_config": {"attention_backend": "flesh"}},
+            MegatronConfigError,
+            "attention_backend: expected one of flash, .*, got 'flesh'",
+        ),
+        (
+            {"override_transformer_config": {"attention_backend": None}},
+            MegatronConfigError,
+            "attention_backend: expected one of flash, .*, got None",
+        ),
+        (
+            {"override_transformer_config": {"recompute_granularity": "some"}},
+            MegatronConfigError,
+            "refuses it .ValueError: .*some must be .*override_transformer_config is {'recompute_gran",
+        ),
+        (
+            {"override_transformer_config": {"num_layers": "two"}},
+            MegatronConfigError,
+            "refuses it .TypeError: .*override_transformer_config is {'num_layers",
+        ),
     ],
 )
 def test_megatron_build_refuses_what_cannot_work(config, error, text, megatron_workspace):
@@ -62,7 +82,7 @@ def test_megatron_build_refuses_what_cannot_work(config, error, text, megatron_w
 
 @pytest.mark.skipif(importlib.util.find_spec("transformer_engine") is not None, reason="TransformerEngine is there")
 def test_megatron_parallelism_that_needs_transformer_engine_says_so():
-    from ostinato.workers.megatron.build import uses_transformer_engine
+    from ostinato.workers.megatron.transformer import uses_transformer_engine
 
     for config in ({"context_parallel_size": 2}, {"sequence_parallel": True, "tensor_model_parallel_size": 2}):
         with pytest.raises(
@@ -73,7 +93,7 @@ def test_megatron_parallelism_that_needs_transformer_engine_says_so():
 
 @pytest.mark.skipif(importlib.util.find_spec("transformer_engine") is not None, reason="TransformerEngine is there")
 def test_megatron_transformer_engine_that_does_not_fit_says_so(tmp_path, monkeypatch):
-    from ostinato.workers.megatron.build import uses_transformer_engine
+    from ostinato.workers.megatron.transformer import uses_transformer_engine
 
     (tmp_path / "transformer_engine").mkdir()
     (tmp_path / "transformer_engine" / "__init__.py").write_text("raise OSError('undefined symbol')")

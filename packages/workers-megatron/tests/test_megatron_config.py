@@ -38,6 +38,14 @@ def test_megatron_import_touches_no_device_and_no_engine():
         ({"dtype": "fp8"}, "megatron.dtype: expected one of auto, fp32, bf16"),
         ({"override_transformer_config": {"sequence_parallel": True}}, "use megatron.sequence_parallel"),
         ({"override_transformer_config": {"calculate_per_token_loss": False}}, "leave it out"),
+        (
+            {"override_transformer_config": {"transformer_impl": "te"}},
+            "expected one of local, .*, got 'te'",
+        ),
+        (
+            {"override_transformer_config": {"transformer_impl": None}},
+            "expected one of local, .*, got None",
+        ),
         ({"tensor_parallel_size": 2}, "did you mean tensor_model_parallel_size"),
     ],
 )

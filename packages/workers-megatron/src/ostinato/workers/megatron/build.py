@@ -10,15 +10,11 @@ import logging
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, fields
-from difflib import get_close_matches
-from importlib import import_module
-from importlib.util import find_spec
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.nn import functional
 
 from ostinato.workers.core.config import ModelConfig
 from ostinato.workers.core.engine import Head
@@ -26,16 +22,13 @@ from ostinato.workers.core.value_head import fresh_value_head
 from ostinato.workers.megatron.architecture import Architecture
 from ostinato.workers.megatron.attention import RowAttention, runs_kernel, switches_kept
 from ostinato.workers.megatron.config import MegatronConfig, layout_problems
-from ostinato.workers.megatron.errors import (
-    MegatronConfigError,
-    ModelLoadError,
-    TransformerEngineMissingError,
-)
+from ostinato.workers.megatron.errors import MegatronConfigError, ModelLoadError
 from ostinato.workers.megatron.folder import Folder
 from ostinato.workers.megatron.heads import PackedRotary, ValueHead
-from ostinato.workers.megatron.mapping import OUTPUT, TE_NAMES, Part, padded_vocab, split, table
+from ostinato.workers.megatron.mapping import TE_NAMES, Part, padded_vocab, split, table
 from ostinato.workers.megatron.parallel import import_megatron
 from ostinato.workers.megatron.training import wrap
+from ostinato.workers.megatron.transformer import transformer_config, uses_transformer_engine
 
 logger = logging.getLogger(__name__)
 
@@ -76,132 +69,6 @@ def bare(module: Any) -> Any:
     while hasattr(module, "module"):
         module = module.module
     return module
-
-
-def compute_dtype(config: MegatronConfig, device: torch.device) -> torch.dtype:
-    """Type of the matrix products and of the model's own weights."""
-    if config.dtype == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    return torch.bfloat16 if config.dtype == "bf16" else torch.float32
-
-
-def uses_transformer_engine(config: MegatronConfig) -> bool:
-    """Whether layers are TransformerEngine's: where it is installed, unless `transformer_impl` says `local`.
-
-    Raises:
-        TransformerEngineMissingError: Something is asked for that only TransformerEngine has, or the one that is
-            installed cannot be imported.
-    """
-    asked = config.override_transformer_config.get("transformer_impl")
-    installed = find_spec("transformer_engine") is not None
-    if asked == "transformer_engine" and not installed:
-        raise TransformerEngineMissingError(
-            "megatron.override_transformer_config.transformer_impl: transformer_engine is not installed; "
-            "pip install 'transformer-engine[pytorch]', or set it to local"
-        )
-    chosen = installed if asked is None else asked == "transformer_engine"
-    needs = {
-        "megatron.sequence_parallel=True": config.sequence_parallel,
-        f"megatron.context_parallel_size={config.context_parallel_size}": config.context_parallel_size > 1,
-    }
-    for key, wanted in needs.items():
-        if wanted and not chosen:
-            raise TransformerEngineMissingError(
-                f"{key}: needs TransformerEngine, whose layers are {'not chosen' if installed else 'not installed'}: "
-                "Megatron-Core's own norms know no sequence parallelism and its own attention no context parallelism. "
-                "pip install 'transformer-engine[pytorch]' (a GPU host), or set it to "
-                f"{'False' if 'sequence' in key else 1}"
-            )
-    if chosen:
-        try:
-            import_module("transformer_engine.pytorch")
-        except Exception as error:  # a build for another torch, CUDA or Python fails in its own way
-            raise TransformerEngineMissingError(
-                f"transformer_engine is installed but cannot be imported ({type(error).__name__}: {error}). Install "
-                "one that fits this torch, or set megatron.override_transformer_config.transformer_impl to local"
-            ) from error
-    return chosen
-
-
-def transformer_config(
-    a: Architecture, config: MegatronConfig, model: ModelConfig, device: torch.device, *, te: bool, trainable: bool
-) -> Any:
-    """Megatron's TransformerConfig for a model.
-
-    Losses come divided by global counts, so the schedule and the gradient buffers must divide by nothing:
-    `calculate_per_token_loss`, with token counts of 0, does that. Fusions that need kernels of Apex are off.
-
-    Raises:
-        MegatronConfigError: An override names no entry of TransformerConfig.
-    """
-    cls = import_megatron("transformer.transformer_config").TransformerConfig
-    known = {entry.name for entry in fields(cls)}
-    overrides = dict(config.override_transformer_config)
-    for name in overrides:
-        if name not in known:
-            near = get_close_matches(name, sorted(known), n=1)
-            raise MegatronConfigError(
-                f"megatron.override_transformer_config.{name}: Megatron's TransformerConfig has no such entry"
-                + (f"; did you mean {near[0]}?" if near else "")
-            )
-    if isinstance(overrides.get("attention_backend"), str):
-        overrides["attention_backend"] = import_megatron("transformer.enums").AttnBackend[
-            overrides["attention_backend"]
-        ]
-    dtype = compute_dtype(config, device)
-    if trainable and model.enable_gradient_checkpointing and "recompute_granularity" not in overrides:
-        overrides |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    entries: dict[str, Any] = {
-        "num_layers": a.num_layers,
-        "hidden_size": a.hidden_size,
-        "ffn_hidden_size": a.intermediate_size,
-        "num_attention_heads": a.num_heads,
-        "num_query_groups": a.num_kv_heads,
-        "kv_channels": a.head_dim,
-        "layernorm_epsilon": a.norm_eps,
-        "normalization": "RMSNorm",
-        "qk_layernorm": a.qk_norm,
-        "add_bias_linear": False,
-        "add_qkv_bias": a.qkv_bias,
-        "gated_linear_unit": True,
-        "activation_func": functional.silu,
-        "hidden_dropout": 0.0,
-        "attention_dropout": 0.0,
-        "attention_softmax_in_fp32": True,
-        "params_dtype": dtype,
-        "pipeline_dtype": dtype,
-        "bf16": dtype == torch.bfloat16,
-        "perform_initialization": False,
-        "use_cpu_initialization": device.type == "cpu",
-        "calculate_per_token_loss": True,
-        "variable_seq_lengths": True,
-        "moe_token_dispatcher_type": "alltoall",  # the one that takes ranks with different numbers of tokens
-        "deallocate_pipeline_outputs": True,
-        "gradient_accumulation_fusion": False,
-        "apply_rope_fusion": te,  # otherwise thd loops over rows, with two waits for the device a layer
-        "transformer_impl": "transformer_engine" if te else "local",
-        "sequence_parallel": config.sequence_parallel,
-        **{name: size for name, size in config.sizes.items() if size is not None},
-    }
-    if a.num_experts:
-        entries |= _mixture_entries(a)
-    return cls(**(entries | overrides))
-
-
-def _mixture_entries(a: Architecture) -> dict[str, Any]:
-    """No auxiliary loss: the loss is the one that the closure returns."""
-    dense = set(a.dense_layers)
-    return {
-        "num_moe_experts": a.num_experts,
-        "moe_router_topk": a.experts_per_token,
-        "moe_ffn_hidden_size": a.expert_size,
-        "moe_router_pre_softmax": not a.normed_weights,
-        "moe_router_load_balancing_type": "none",
-        "moe_router_dtype": "fp32",
-        "moe_aux_loss_coeff": 0.0,
-        "moe_grouped_gemm": False,
-        "moe_layer_freq": [int(layer not in dense) for layer in range(a.num_layers)],
-    }
 
 
 def build_model(
@@ -355,6 +222,3 @@ def shard_of(part: Part, state: Any) -> tuple[int, int]:
     if part.expert is not None:
         return state.get_expert_tensor_parallel_rank(), state.get_expert_tensor_parallel_world_size()
     return state.get_tensor_model_parallel_rank(), state.get_tensor_model_parallel_world_size()
-
-
-__all__ = ["OUTPUT", "Built", "bare", "build_model", "compute_dtype", "shard_of", "whole_names"]

@@ -9,6 +9,7 @@ from typing import Any
 from ostinato.workers.megatron.errors import MegatronConfigError
 
 DTYPES = ("auto", "fp32", "bf16")
+IMPLEMENTATIONS = ("local", "transformer_engine")
 OWNED = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
@@ -80,6 +81,12 @@ class MegatronConfig:
             _at_least_one(self, name)
         if self.dtype not in DTYPES:
             raise MegatronConfigError(f"megatron.dtype: expected one of {', '.join(DTYPES)}, got {self.dtype!r}")
+        implementation = self.override_transformer_config.get("transformer_impl", "local")
+        if implementation not in IMPLEMENTATIONS:
+            raise MegatronConfigError(
+                "megatron.override_transformer_config.transformer_impl: expected one of "
+                f"{', '.join(IMPLEMENTATIONS)}, got {implementation!r}"
+            )
         for name in OWNED:
             if name in self.override_transformer_config:
                 raise MegatronConfigError(

@@ -67,6 +67,7 @@ class MegatronEngine(ConfiguredEngine[MegatronConfig]):
         from ostinato.workers.megatron.architecture import read_architecture
         from ostinato.workers.megatron.offload import GradientBuffers, HostCopies
         from ostinato.workers.megatron.packing import Layout
+        from ostinato.workers.megatron.transformer import compute_dtype
         from ostinato.workers.megatron.weights import stages_of
 
         self._device = parallel.training_device()
@@ -76,7 +77,7 @@ class MegatronEngine(ConfiguredEngine[MegatronConfig]):
         a = read_architecture(model, self._head)
         built = build.build_model(a, model, self._head, config, self._device, trainable=self._trainable)
         self._built = built
-        self._dtype = build.compute_dtype(config, self._device)
+        self._dtype = compute_dtype(config, self._device)
         self._stages = stages_of(built)
         self._layout = Layout(
             head=self._head,
