@@ -259,20 +259,32 @@ def test_checkpoint_keep_drops_the_oldest(tmp_path):
     kept.close()
 
 
-def test_checkpoint_kill_while_an_old_one_is_dropped_leaves_no_half_one(tmp_path, monkeypatch):
-    kept = Checkpoints(tmp_path, keep=1)
-    save(kept, 2, write, {"step": 2})
+@pytest.mark.parametrize("keep", [{"actor": 1}, {"actor": 2, "critic": 1}], ids=["all of it", "a role's part"])
+def test_checkpoint_kill_while_an_old_one_is_dropped_leaves_no_half_one(tmp_path, monkeypatch, caplog, keep):
+    """Nor the space that it took: a half one without its name stayed, with a warning at every start."""
+
+    def both(folder):
+        write(folder)
+        (folder / "critic").mkdir()
+        (folder / "critic" / "weights").write_text("w")
 
     def dies(folder, **options):
-        if folder.name == "global_step_2":
-            (folder / "actor" / "weights").unlink()
+        if folder.exists():
+            next(folder.rglob("weights")).unlink()
             raise KeyboardInterrupt
 
-    monkeypatch.setattr("ostinato.ppo.checkpoint.shutil.rmtree", dies)
-    with pytest.raises(KeyboardInterrupt):
-        save(kept, 4, write, {"step": 4})
-    assert complete_steps(tmp_path) == [4]
+    kept = Checkpoints(tmp_path, keep=keep)
+    save(kept, 2, both, {"step": 2})
+    with monkeypatch.context() as patch:
+        patch.setattr("ostinato.ppo.checkpoint.shutil.rmtree", dies)
+        with pytest.raises(KeyboardInterrupt):
+            save(kept, 4, both, {"step": 4})
     kept.close()
+    assert complete_steps(tmp_path, roles=["actor", "critic"]) == [4]
+    Checkpoints(tmp_path, keep=keep).close()
+    assert not [path for path in tmp_path.rglob("*") if "dropped" in path.name]
+    assert complete_steps(tmp_path) == ([4] if keep == {"actor": 1} else [2, 4])
+    assert not caplog.records
 
 
 def test_checkpoint_steps_sort_as_numbers(checkpoints):

@@ -9,7 +9,8 @@ A run folder looks like this:
 
 The workers write into the `.partial` folder and the driver adds its own state (`begin`); once all of it is there, and
 the step's metrics are written too, the marker `COMPLETE` comes last and the folder is renamed (`settle`). A folder
-without its marker is passed over with a warning; a `.partial` one goes when the next run takes the run folder.
+without its marker is passed over with a warning; a `.partial` one goes when the next run takes the run folder, and so
+does a `.dropped` one, which is one too many.
 
 A checkpoint that cannot be written, because the disk is full for example, costs a warning and the space that it took:
 the older ones stay in force and the run goes on. Only where it was the last one does the run end with an error.
@@ -206,7 +207,7 @@ class Checkpoints:
         return f"global_step_{steps[-1]} stays in force" if steps else "there is none yet"
 
     def _tidy(self) -> None:
-        """Finish or remove what a run left behind that died while it wrote a checkpoint, or replaced one by another."""
+        """Finish or remove what a run left behind that died while it wrote, replaced or dropped a checkpoint."""
         for partial in self.folder.glob("global_step_*.partial"):
             final = partial.with_suffix("")
             if (partial / MARKER).exists() and not final.exists():
@@ -217,6 +218,8 @@ class Checkpoints:
         for replaced in self.folder.glob("global_step_*.replaced"):
             if replaced.with_suffix("").exists():
                 shutil.rmtree(replaced)
+        for dropped in (*self.folder.glob("global_step_*.dropped"), *self.folder.glob("global_step_*/*.dropped")):
+            shutil.rmtree(dropped)
 
     def resume(self, mode: str, path: str | None, roles: Sequence[str]) -> Resumed | None:
         """What this run continues from, the driver's part of it read; arguments and errors are those of `to_resume`.
@@ -261,14 +264,11 @@ class Checkpoints:
             folder = self.folder / f"global_step_{step}"
             present = [role for role in self.keep if (folder / role).exists()] or list(self.keep)
             if all(step in dropped.get(role, ()) for role in present):
-                # The marker first: a run that dies now must not leave half of one that says it is whole.
-                (folder / MARKER).unlink()
-                shutil.rmtree(folder)
+                _drop(folder)
                 continue
             for role in dropped:
                 if step in dropped[role] and (folder / role).exists():
-                    (folder / role).rename(folder / f"{role}.dropped")
-                    shutil.rmtree(folder / f"{role}.dropped")
+                    _drop(folder / role)
 
 
 @dataclass(frozen=True)
@@ -291,6 +291,13 @@ class _Pending:
     step: int
     partial: Path
     written: Callable[[bool], bool]
+
+
+def _drop(folder: Path) -> None:
+    """Remove a folder whose name must not stand for half of it, should the run die now; `_tidy` finishes it."""
+    dropped = folder.with_name(folder.name + ".dropped")
+    folder.rename(dropped)
+    shutil.rmtree(dropped)
 
 
 def _of_the_disk(error: BaseException) -> bool:
