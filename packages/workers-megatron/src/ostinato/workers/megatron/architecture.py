@@ -43,7 +43,6 @@ class Architecture:
         expert_size: inner width of an expert.
         normed_weights: whether the weights of a token's experts add up to 1.
         dense_layers: layers of a mixture that have a dense MLP.
-        classifier: whether the folder is a classifier's, with a trained head.
     """
 
     model_type: str
@@ -65,7 +64,6 @@ class Architecture:
     expert_size: int = 0
     normed_weights: bool = True
     dense_layers: tuple[int, ...] = ()
-    classifier: bool = False
 
 
 def read_architecture(model: ModelConfig, head: Head) -> Architecture:
@@ -110,7 +108,6 @@ def read_architecture(model: ModelConfig, head: Head) -> Architecture:
         tied=bool(config.tie_word_embeddings) and head == "lm",
         max_positions=config.max_position_embeddings,
         rope=_rope(model, config),
-        classifier=classifier,
         **mixture,
     )
 

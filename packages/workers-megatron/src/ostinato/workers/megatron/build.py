@@ -53,7 +53,7 @@ class Built:
     architecture: Architecture
     head: Head
     transformer: Any
-    chunks: list[nn.Module]
+    chunks: list[Any]
     parts: list[Part]
     parameters: dict[str, nn.Parameter]
     rows: Literal["thd", "kernel", "mask"]
@@ -81,6 +81,14 @@ def build_model(
     trainable: bool,
 ) -> Built:
     """Build this rank's pieces of a model and read their weights; collective over all ranks.
+
+    Args:
+        a: the model's shape.
+        model: the folder, and how the model is run.
+        head: what it ends in.
+        config: the layout; Megatron's groups are made for it.
+        device: where the pieces lie afterwards.
+        trainable: False freezes them, and makes a trained value head compulsory.
 
     Raises:
         MegatronConfigError: The layout does not fit the model.
@@ -153,7 +161,12 @@ def _piece(a: Architecture, head: Head, transformer: Any, te: bool, virtual_stag
 
 
 def whole_names(pieces: Sequence[nn.Module], a: Architecture) -> dict[str, nn.Parameter]:
-    """This rank's parameters under the names of `mapping.table`."""
+    """This rank's parameters under the names of `mapping.table`.
+
+    Args:
+        pieces: GPTModels, which number layers and experts from 0 each.
+        a: the model's shape.
+    """
     state = import_megatron("parallel_state")
     experts = a.num_experts // state.get_expert_model_parallel_world_size() if a.num_experts else 0
     first_expert = state.get_expert_model_parallel_rank() * experts

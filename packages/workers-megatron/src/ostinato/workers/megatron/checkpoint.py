@@ -74,6 +74,13 @@ def load(
     A rank that did not exist when the checkpoint was written keeps its random state. The optimizer's own settings
     (decay, betas, epsilon) stay those of the configuration.
 
+    Args:
+        path: The folder.
+        built: The model, on the device; gets the saved weights.
+        optimizer: Gets the saved state, or none where none was saved; None for a frozen model.
+        optim: The configuration's settings; None for a frozen model.
+        device: Where the model trains.
+
     Returns:
         The counters.
 

@@ -20,6 +20,8 @@ from ostinato.workers.megatron.config import MegatronConfig, as_megatron_config,
 from ostinato.workers.megatron.errors import EngineStateError, MegatronConfigError
 
 if TYPE_CHECKING:
+    from ostinato.workers.megatron.build import Built
+    from ostinato.workers.megatron.weights import MegatronWeightSource
     from ostinato.workers.megatron.writing import Writer
 
 T = TypeVar("T")
@@ -34,7 +36,7 @@ class MegatronEngine(ConfiguredEngine[MegatronConfig]):
 
     _read_config = staticmethod(as_megatron_config)
 
-    _built: Any = None
+    _built: Built | None = None
     _optimizer: Any = None
     _pending = False
     _writer: Writer | None = None
@@ -113,7 +115,7 @@ class MegatronEngine(ConfiguredEngine[MegatronConfig]):
         from ostinato.workers.megatron import schedule
 
         built = self._built_here("forward")
-        self._train(False)
+        _set_mode(built, training=False)
         with torch.no_grad():
             return schedule.run(
                 built,
@@ -133,7 +135,7 @@ class MegatronEngine(ConfiguredEngine[MegatronConfig]):
 
         built = self._built_here("forward_backward")
         self._optimizer_or_raise("forward_backward")
-        self._train(True)
+        _set_mode(built, training=True)
         if self._gradients is not None:
             self._gradients.ensure()
         self._pending = True
@@ -212,7 +214,7 @@ class MegatronEngine(ConfiguredEngine[MegatronConfig]):
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def weight_source(self, dtype: torch.dtype | None = None) -> Any:
+    def weight_source(self, dtype: torch.dtype | None = None) -> MegatronWeightSource:
         """The weights under their Hugging Face names, from the device or from host memory.
 
         Args:
@@ -268,18 +270,14 @@ class MegatronEngine(ConfiguredEngine[MegatronConfig]):
             if params or optimizer:
                 self.offload(params=params, optimizer=optimizer)
 
-    def _train(self, mode: bool) -> None:
-        for chunk in self._built.chunks:
-            chunk.train(mode)
-
-    def _built_or_raise(self, method: str) -> Any:
+    def _built_or_raise(self, method: str) -> Built:
         if self._built is None:
             raise EngineStateError(
                 f"MegatronEngine.{method}: the engine is not built; call build() on every rank first."
             )
         return self._built
 
-    def _built_here(self, method: str) -> Any:
+    def _built_here(self, method: str) -> Built:
         built = self._built_or_raise(method)
         if self._params_away:
             raise EngineStateError(
@@ -293,3 +291,8 @@ class MegatronEngine(ConfiguredEngine[MegatronConfig]):
                 f"MegatronEngine.{method}: this engine is frozen (trainable=False); build one with trainable=True."
             )
         return self._optimizer
+
+
+def _set_mode(built: Built, *, training: bool) -> None:
+    for chunk in built.chunks:
+        chunk.train(training)

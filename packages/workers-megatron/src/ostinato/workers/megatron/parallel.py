@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -86,15 +85,13 @@ def initialize(config: MegatronConfig, device: torch.device) -> None:
                 "parallel sizes, or another pool of GPUs."
             )
         return
-    state.initialize_model_parallel(
-        **{name: size for name, size in config.sizes.items() if name != "expert_tensor_parallel_size"},
-        expert_tensor_parallel_size=config.expert_tensor_parallel_size,
-        create_gloo_process_groups=False,
-    )
+    state.initialize_model_parallel(**config.sizes, create_gloo_process_groups=False)
     _SIZES.update(config.sizes)
     _WORLD[:] = [dist.group.WORLD]
-    if not import_megatron("tensor_parallel.random").get_cuda_rng_tracker().is_initialized():
-        keep_random_state(device, lambda: _seed(config.seed))
+    streams = import_megatron("tensor_parallel.random")
+    if not streams.get_cuda_rng_tracker().is_initialized():
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):  # it seeds torch's own streams as well
+            streams.model_parallel_cuda_manual_seed(config.seed)
 
 
 def made_for() -> dict[str, Any] | None:
@@ -107,20 +104,6 @@ def shutdown() -> None:
     import_megatron("parallel_state").destroy_model_parallel()
     _SIZES.clear()
     _WORLD.clear()
-
-
-def _seed(seed: int) -> None:
-    import_megatron("tensor_parallel.random").model_parallel_cuda_manual_seed(seed)
-
-
-def keep_random_state(device: torch.device, action: Callable[[], None]) -> None:
-    """Run something that seeds the default random streams, and put them back."""
-    cpu = torch.get_rng_state()
-    cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-    action()
-    torch.set_rng_state(cpu)
-    if cuda is not None:
-        torch.cuda.set_rng_state(cuda, device)
 
 
 def coordinates() -> Coordinates:

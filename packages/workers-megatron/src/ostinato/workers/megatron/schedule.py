@@ -96,11 +96,11 @@ def _padded_count(built: Built, micro_batches: Sequence[PackedRows]) -> list[Pac
     rows = list(micro_batches)
     if len(built.chunks) > 1:
         stages = import_megatron("parallel_state").get_pipeline_model_parallel_world_size()
-        rows += [empty_like(rows[0])] * (-len(rows) % stages)
+        rows += [_empty_like(rows[0])] * (-len(rows) % stages)
     return rows
 
 
-def empty_like(packed: PackedRows) -> PackedRows:
+def _empty_like(packed: PackedRows) -> PackedRows:
     """A micro-batch of the same columns without any row."""
     none = packed.input_ids[:0]
     return PackedRows(

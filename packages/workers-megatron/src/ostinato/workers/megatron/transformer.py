@@ -71,6 +71,14 @@ def transformer_config(
     Losses come divided by global counts, so the schedule and the gradient buffers must divide by nothing:
     `calculate_per_token_loss`, with token counts of 0, does that. Fusions that need kernels of Apex are off.
 
+    Args:
+        a: the model's shape.
+        config: the layout, and the entries that the user sets.
+        model: whether layers are recomputed.
+        device: where it runs.
+        te: whether the layers are TransformerEngine's.
+        trainable: whether it is trained; only then anything is recomputed.
+
     Raises:
         MegatronConfigError: An override names no entry of TransformerConfig, or Megatron refuses its value.
     """

@@ -23,6 +23,7 @@ from ostinato.workers.core.engine import TokenOutputs
 from ostinato.workers.core.microbatch import PackedRows, pack
 from ostinato.workers.core.testing import conformance
 from ostinato.workers.core.testing.oracle import (
+    OPTIM,
     TEMPERATURE,
     VOCAB,
     Driver,
@@ -98,7 +99,7 @@ def check_family(make_engine: MakeEngine, folder: Path, compared: Comparisons) -
         assert_same_weights(state, load_file(folder / "model.safetensors"), rtol=0)
     rollout = HfRollout(ROLLOUT, model_path=folder, device=driver.engine.device)
     check_reshard(driver, rollout, compared)
-    oracle = Oracle(folder, "lm", driver_optim(), driver.engine.device)
+    oracle = Oracle(folder, "lm", OPTIM, driver.engine.device)
     rows = make_rows(6, seed=21)
     collected = driver.outputs(rows, 3)
     if collected is not None:
@@ -227,13 +228,6 @@ def check_context() -> None:
     parallel.shutdown()
 
 
-def driver_optim() -> Any:
-    """The suite's optimizer."""
-    from ostinato.workers.core.testing.oracle import OPTIM
-
-    return OPTIM
-
-
 def run(workspace: Path, layouts: Sequence[tuple[str, dict[str, Any], Sequence[conformance.Check]]]) -> list[str]:
     """Run checks of the suite for several layouts; names of what passed."""
     passed: list[str] = []
@@ -257,11 +251,16 @@ def two_ranks(workspace: Path, device_type: str = "cpu") -> list[str]:
         return _two_ranks(workspace, device_type, compared)
 
 
-def _two_ranks(workspace: Path, device_type: str, compared: Comparisons) -> list[str]:
+def _ready(device_type: str) -> None:
+    """Give Megatron a CPU where the ranks are on one."""
     if device_type == "cpu":
         from ostinato.workers.megatron.testing.cpu import install
 
         install()
+
+
+def _two_ranks(workspace: Path, device_type: str, compared: Comparisons) -> list[str]:
+    _ready(device_type)
     # One layout after another: Megatron makes two dozen process groups for each.
     passed = run(workspace, [("tp", TP, conformance.CHECKS)])
     conformance.save_for_other_world(megatron(**TP), workspace)
@@ -280,20 +279,14 @@ def _two_ranks(workspace: Path, device_type: str, compared: Comparisons) -> list
 
 def three_ranks(workspace: Path, device_type: str = "cpu") -> list[str]:
     """The interleaved schedule, which takes three stages or more."""
-    if device_type == "cpu":
-        from ostinato.workers.megatron.testing.cpu import install
-
-        install()
+    _ready(device_type)
     with all_compared() as compared:
         return families(workspace, "vpp", VPP, compared, "deep")
 
 
 def four_ranks(workspace: Path, device_type: str = "cpu") -> list[str]:
     """Two kinds of parallelism at once."""
-    if device_type == "cpu":
-        from ostinato.workers.megatron.testing.cpu import install
-
-        install()
+    _ready(device_type)
     passed = run(workspace, [("tp-dp", TP, FEW), ("tp-pp", TP | PP, FEW), ("pp-dp", PP, FEW)])
     with all_compared() as compared:
         return passed + families(workspace, "pp-dp", PP, compared, "qwen3")
@@ -352,7 +345,7 @@ def check_layers(
     """
     rows = make_rows(6, seed=41)
     driver = start(megatron(**{"dtype": "bf16", **config}), folder, **model)
-    oracle = Oracle(folder, "lm", driver_optim(), driver.engine.device)
+    oracle = Oracle(folder, "lm", OPTIM, driver.engine.device)
     collected = driver.outputs(rows, 3)
     if collected is not None:
         log_probs, _ = oracle.all_outputs(driver.mine(rows))
