@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from ostinato.rollout import build_rollout, check_installed
-from ostinato.rollout.errors import ConfigError, WeightMismatchError
+from ostinato.rollout import SamplingParams, build_rollout, check_installed
+from ostinato.rollout.errors import ConfigError, EngineStateError, GenerationError, WeightMismatchError
 from ostinato.rollout.reshard import reshard
 from ostinato.rollout.testing import (
     ModuleWeights,
@@ -120,6 +120,31 @@ def test_vllm_an_interrupted_call_leaves_nothing_behind(engine: Any, setting: Se
         assert torch.equal(engine.generate(prompts, sampling).batch["responses"], expected)
 
 
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0}, {"top_p": 0.5}, {"top_k": 5, "min_p": 0.1}])
+def test_vllm_recovers_from_weights_that_are_not_numbers(sampling, engine: Any, setting: Setting, tmp_path):
+    """They are refused however tokens are drawn, and nothing reads what they left in the cache after the next load."""
+    prompts = make_prompts([[5, 6], [7]])
+    module, broken = setting.model()[1], save_tiny_model(tmp_path, eos_token_id=None)
+    broken.model.layers[0].mlp.down_proj.weight.data.fill_(float("nan"))
+    with (
+        pytest.raises(GenerationError, match=r"rollout_id \[0, 1\]"),
+        reshard(ModuleWeights(broken), engine),
+    ):
+        engine.generate(prompts, SamplingParams(**sampling, eos_token_ids=()))
+    with reshard(ModuleWeights(module), engine):
+        assert len(engine.generate(prompts, SamplingParams(**sampling, eos_token_ids=()))) == 2
+
+
+def test_vllm_refuses_a_cache_of_older_weights_that_stays(engine: Any, setting: Setting, monkeypatch):
+    """H-51: vLLM says so in its log alone, and goes on with it."""
+    monkeypatch.setattr(engine._engine, "reset_prefix_cache", lambda: False)
+    with (
+        pytest.raises(EngineStateError, match="cache of older weights was not dropped"),
+        reshard(ModuleWeights(setting.model()[1]), engine),
+    ):
+        raise AssertionError("the old cache was accepted")
+
+
 def test_vllm_wrong_shape_is_refused(engine: Any):
     engine.wake("weights")
     with pytest.raises(WeightMismatchError, match="wanted"):
@@ -195,8 +220,8 @@ atol = 5e-3 if dtype == "float32" else 0.25
 setting = Setting("vllm", Path(tempfile.mkdtemp()), dtype=dtype, atol=atol, overrides=overrides)
 rollout = build_rollout(setting.config(), model_path=setting.model()[0], device="cuda")
 awake = torch.cuda.mem_get_info()[0]
-# Other configurations and the untied model of the last check need engines of their own; one that sleeps fits.
-left_out = {"check_limits", "check_new_weights"}
+# Other configurations and the untied model of a check need engines of their own, and one that sleeps fits.
+left_out = {"check_limits", "check_new_weights", "check_close"}
 if dtype != "float32":
     left_out |= {"check_prompt_lengths", "check_split", "check_left_padding"}
 for check in checks(setting):

@@ -59,18 +59,20 @@ class PaddedResponses:
     sampled: torch.Tensor | None = None
 
 
-def check_prompts(prompts: DataProto, context_length: int | None = None) -> torch.Tensor:
+def check_prompts(prompts: DataProto, context_length: int | None = None, vocab_size: int | None = None) -> torch.Tensor:
     """Refuse prompts that no engine can take.
 
     Args:
         prompts: rows with `input_ids`, `attention_mask`, `position_ids` (B,P) and `rollout_id`, `uid`.
         context_length: most tokens of prompt and response together; a prompt must leave room for one.
+        vocab_size: tokens of the model; what stands in the padding may be anything.
 
     Returns:
         (B,) int64, tokens of each prompt.
 
     Raises:
-        PromptError: a column is absent, or a row is empty, not left-padded, or too long; names the first such row.
+        PromptError: a column is absent, or a row is empty, not left-padded, too long, or holds a token that the model
+            does not have; names the first such row.
     """
     absent = [name for name in ("input_ids", "attention_mask", "position_ids") if name not in _tensor_names(prompts)]
     absent += [name for name in ("uid", "rollout_id") if name not in prompts.columns]
@@ -87,6 +89,16 @@ def check_prompts(prompts: DataProto, context_length: int | None = None) -> torc
     if context_length is not None:
         expected = f"fewer than {context_length} tokens (max_model_len)"
         _refuse_rows(lengths >= context_length, lengths, expected, "Filter or cut prompts, or raise max_model_len.")
+    if vocab_size is not None:
+        tokens = _tensor(prompts, "input_ids")
+        unknown = mask & ((tokens < 0) | (tokens >= vocab_size))
+        if bool(unknown.any()):
+            row, place = unknown.nonzero()[0].tolist()
+            raise PromptError(
+                f"generate: prompt row {row} holds the token {int(tokens[row, place])}, expected 0 to "
+                f"{vocab_size - 1}, the model's own; {int(unknown.any(-1).sum())} of {len(lengths)} rows are like "
+                "this. Take the tokenizer that belongs to the model."
+            )
     return lengths
 
 

@@ -40,6 +40,11 @@ class Lifecycle:
         return self._whole and self._weights_awake and self._cache_awake and not self._closed
 
     @property
+    def closed(self) -> bool:
+        """Whether the engine is gone."""
+        return self._closed
+
+    @property
     def asleep(self) -> bool:
         """Whether neither weights nor cache hold device memory."""
         return not (self._weights_awake or self._cache_awake)
@@ -117,18 +122,26 @@ class Lifecycle:
         self._arrived.clear()
         self._came.clear()
 
-    def require_ready(self) -> None:
-        """Refuse generation before a whole load, while asleep or after `close`.
+    def require_whole(self, call: str) -> None:
+        """Refuse a call before a whole load, while asleep or after `close`.
 
         Raises:
             EngineStateError: with what is missing.
         """
-        self._require_open("generate")
+        self._require_open(call)
         if not self._weights_awake:
-            self._refuse("generate", "an awake engine", "it is asleep")
+            self._refuse(call, "an awake engine", "it is asleep")
         if not self._whole:
             got = f"{len(self._arrived)} of {len(self._needed)} have come since it woke, and no finish_load"
-            self._refuse("generate", "a whole load of weights", got)
+            self._refuse(call, "a whole load of weights", got)
+
+    def require_ready(self) -> None:
+        """Refuse generation before a whole load, without a cache, while asleep or after `close`.
+
+        Raises:
+            EngineStateError: with what is missing.
+        """
+        self.require_whole("generate")
         if not self._cache_awake:
             self._refuse("generate", "an awake key/value cache", "only the weights are awake")
 

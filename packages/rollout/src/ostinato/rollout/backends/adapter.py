@@ -53,8 +53,8 @@ class EngineOptions(AdapterOptions, total=False):
 class Adapter:
     """What every rollout engine of this wheel holds and answers alike.
 
-    A subclass calls `_hold` once it knows its weights, and sets `_context_length`, `_eos` and `_pad` (the last two are
-    what `_read_model` finds).
+    A subclass calls `_hold` once it knows its weights, and sets `_context_length`, `_eos`, `_pad` and `_vocab_size`
+    (the last three are what `_read_model` finds).
 
     Args:
         config: everything under `actor_rollout_ref.rollout`.
@@ -73,6 +73,7 @@ class Adapter:
     _context_length: int
     _eos: tuple[int, ...]
     _pad: int
+    _vocab_size: int | None = None
 
     def __init__(
         self,
@@ -95,11 +96,12 @@ class Adapter:
         self._loaded = config.load_format != "dummy"
 
     def _read_model(self, path: str | Path) -> tuple[Any, Any]:
-        """The configuration of a folder's model, and that of its language model; finds end and padding tokens."""
+        """The configuration of a folder's model, and that of its language model; finds its tokens."""
         model_config: Any = read_model_config(path, self._overrides, trust_remote_code=self._trust_remote_code)
         text_config = model_config.get_text_config(decoder=True)
         self._eos = end_tokens(path, text_config, self._tokenizer)
         self._pad = pad_token(self._tokenizer, model_config, self._eos)
+        self._vocab_size = getattr(text_config, "vocab_size", None)
         return model_config, text_config
 
     def _specs_of(self, model_config: Any) -> dict[str, TensorSpec]:
@@ -146,7 +148,7 @@ class Adapter:
         """
         self._state.require_ready()
         prompts = prompts.to("cpu")
-        lengths = check_prompts(prompts, self._context_length)
+        lengths = check_prompts(prompts, self._context_length, self._vocab_size)
         most = self._config.response_length
         if sampling.max_tokens is not None and sampling.max_tokens > most:
             raise ConfigError(
@@ -156,10 +158,11 @@ class Adapter:
         return prompts, lengths, (self._context_length - lengths).clamp(max=sampling.max_tokens or most)
 
     def _ends(self, sampling: SamplingParams) -> tuple[int, ...]:
-        """The tokens that end a response of this call."""
+        """The tokens that end a response of this call; one that the model does not have ends none."""
         if sampling.ignore_eos:
             return ()
-        return self._eos if sampling.eos_token_ids is None else sampling.eos_token_ids
+        ends = self._eos if sampling.eos_token_ids is None else sampling.eos_token_ids
+        return tuple(token for token in ends if token >= 0 and (self._vocab_size is None or token < self._vocab_size))
 
     def _require_finite(self, bad: Sequence[int] | np.ndarray, prompts: DataProto) -> None:
         """Refuse a generation with rows whose log-probabilities are not numbers.
@@ -247,6 +250,8 @@ class EngineAdapter(Adapter, ABC):
     def sleep(self) -> None:
         """Give the memory of weights and cache back; new weights must come before the next use."""
         self._state.sleep()
+        if self._state.closed:
+            return
         if self._loading:
             self._end_load()
         self._fall_asleep()

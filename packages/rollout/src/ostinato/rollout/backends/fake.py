@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 
-from ostinato.rollout.assemble import Completion, FinishReason, assemble, check_prompts, prompt_token_ids, rollout_ids
+from ostinato.rollout.assemble import Completion, FinishReason, assemble, prompt_token_ids, rollout_ids
 from ostinato.rollout.backends.adapter import Adapter, AdapterOptions
 from ostinato.rollout.buckets import checksum
 from ostinato.rollout.model_config import read_model_config
@@ -64,6 +64,7 @@ class FakeRollout(Adapter):
     ):
         super().__init__(config, **options)
         self._hold(self._specs_of_folder(model_path) if specs is None else specs, loaded=False)
+        self._context_length = config.context_length
         self._script = script or self._default_script
         self._vocab_size = vocab_size
         self._eos = (_token(self._tokenizer, "eos_token_id", 1),)
@@ -97,6 +98,7 @@ class FakeRollout(Adapter):
 
     def checksums(self) -> dict[str, int]:
         """A checksum of every weight that came."""
+        self._state.require_whole("checksums")
         return {name: checksum(tensor) for name, tensor in self.weights.items()}
 
     def sleep(self) -> None:
@@ -128,15 +130,10 @@ class FakeRollout(Adapter):
     def generate(self, prompts: DataProto, sampling: SamplingParams) -> DataProto:
         """Answer from the script; see `Rollout.generate`."""
         self.calls.append(("generate", (len(prompts), sampling)))
-        self._state.require_ready()
-        context = self._config.context_length
-        check_prompts(prompts, context)
-        most = min(sampling.max_tokens or self._config.response_length, self._config.response_length)
+        prompts, _, limits = self._admit(prompts, sampling)
+        asked = zip(prompt_token_ids(prompts), rollout_ids(prompts).tolist(), limits.tolist(), strict=True)
         completions: list[Completion] = []
-        for row, (prompt, number) in enumerate(
-            zip(prompt_token_ids(prompts), rollout_ids(prompts).tolist(), strict=True)
-        ):
-            limit = min(most, context - len(prompt))
+        for row, (prompt, number, limit) in enumerate(asked):
             tokens, reason = self._cut(self._script(prompt, number, sampling), limit, sampling)
             if number in self.abort:
                 tokens, reason = tokens[: len(tokens) // 2], "abort"

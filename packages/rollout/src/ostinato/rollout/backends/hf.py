@@ -93,6 +93,7 @@ class HfRollout(Adapter):
 
     def checksums(self) -> dict[str, int]:
         """A checksum of every weight, each memory once."""
+        self._state.require_whole("checksums")
         return self._weights.checksums()
 
     def sleep(self) -> None:

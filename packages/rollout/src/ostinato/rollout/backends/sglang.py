@@ -358,6 +358,7 @@ class SglangRollout(EngineAdapter):
 
     def checksums(self) -> dict[str, int]:
         """A checksum of every weight as the engine holds it; collective over the ranks of one engine."""
+        self._state.require_whole("checksums")
         specs = self._owners()
         sums = torch.zeros(len(specs), dtype=torch.int64, device=self._device)
         if self._device.type == "cpu":

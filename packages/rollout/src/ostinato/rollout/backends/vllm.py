@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
@@ -229,10 +229,16 @@ class VllmRollout(EngineAdapter):
                 if not self._plan.complete(list(self._owners())):
                     logger.warning("vllm rollout: each load runs vLLM's own loader: %s", self._plan.reason)
             torch.cuda.synchronize(self._device)
-        self._engine.reset_prefix_cache()
+        if self._engine.reset_prefix_cache() is False:
+            self._state.sleep()  # nothing may be generated with it
+            raise EngineStateError(
+                "vllm rollout, finish_load: the cache of older weights was not dropped: requests still hold a part of "
+                "it. Start the run again."
+            )
 
     def checksums(self) -> dict[str, int]:
         """A checksum of every weight as the engine holds it; collective over the ranks of one engine."""
+        self._state.require_whole("checksums")
         names = list(self._owners())
         if self._plan is None:
             return {name: checksum(tensor) for name, tensor in self._unpacked(names)}
@@ -342,6 +348,14 @@ class VllmRollout(EngineAdapter):
             core.abort_requests(list(answers))
             raise
         return list(answers.values())
+
+    def _require_finite(self, bad: Sequence[int] | np.ndarray, prompts: DataProto) -> None:
+        if len(bad):
+            # Attention (on a CPU) reads whole blocks, and what is NaN in one stays NaN under a weight of 0.
+            for cache in self._worker.model_runner.kv_caches:
+                if isinstance(cache, torch.Tensor):
+                    cache.zero_()
+        super()._require_finite(bad, prompts)
 
     def _padded(self, answers: list[_Answer], prompts: DataProto) -> PaddedResponses:
         shape = (len(answers), self._config.response_length)

@@ -15,10 +15,11 @@ import numpy as np
 import torch
 
 from ostinato.protocol import DataProto, columns
+from ostinato.rollout.base import Checksums
 from ostinato.rollout.config import SamplingParams
 from ostinato.rollout.errors import EngineStateError, PromptError
 from ostinato.rollout.reshard import reshard
-from ostinato.rollout.testing.models import ModuleWeights, make_prompts
+from ostinato.rollout.testing.models import ModuleWeights, make_prompts, oracle
 from ostinato.rollout.testing.setting import MakeRollout, Setting, kept_engines
 
 if TYPE_CHECKING:
@@ -57,26 +58,6 @@ def _raises(error: type[Exception], call: Callable[[], Any], what: str) -> None:
     except Exception as other:
         raise AssertionError(f"expected {error.__name__}, got {other!r}: {what}") from other
     raise AssertionError(f"expected {error.__name__}: {what}")
-
-
-@torch.no_grad()
-def _oracle(module: torch.nn.Module, rows: DataProto, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probabilities (B,R) of the responses, and how much likelier the likeliest token is; one row at a time."""
-    tensors = _tensors(rows)
-    width = tensors["prompts"].shape[1]
-    log_probs = torch.zeros(tensors["responses"].shape)
-    regret = torch.zeros(tensors["responses"].shape)
-    for i in range(len(rows)):
-        valid = tensors["attention_mask"][i].bool()
-        ids = tensors["input_ids"][i][valid]
-        n = int(valid[width:].sum())
-        if n == 0:
-            continue
-        logits = module(input_ids=ids[None]).logits[0].float()
-        table = (logits[len(ids) - n - 1 : -1] / temperature).log_softmax(-1)
-        log_probs[i, :n] = table.gather(-1, ids[-n:, None]).squeeze(-1)
-        regret[i, :n] = table.amax(-1) - log_probs[i, :n]
-    return log_probs, regret
 
 
 def check_specs(make: MakeRollout, setting: Setting) -> None:
@@ -165,12 +146,14 @@ def check_prompt_lengths(make: MakeRollout, setting: Setting) -> None:
 
 
 def check_left_padding(make: MakeRollout, setting: Setting) -> None:
-    """H-48: neither the width of the padding nor the token in it changes an answer; bad padding is refused."""
+    """H-48: neither the width of the padding nor what stands in it changes an answer; bad padding is refused."""
     with _ready(make, setting) as rollout:
         wide = rollout.generate(make_prompts(_LISTS, width=8, pad_token_id=0), _GREEDY)
-        other = rollout.generate(make_prompts(_LISTS, width=8, pad_token_id=77), _GREEDY)
         tight = rollout.generate(make_prompts(_LISTS), _GREEDY)
-        assert _responses(wide) == _responses(other) == _responses(tight)
+        assert _responses(wide) == _responses(tight)
+        for pad in (77, -1, 1 << 20):
+            other = rollout.generate(make_prompts(_LISTS, width=8, pad_token_id=pad), _GREEDY)
+            assert _responses(wide) == _responses(other), f"padded with {pad}"
         empty = make_prompts([[5], []], width=8)
         _raises(PromptError, lambda: rollout.generate(empty, _GREEDY), "a prompt without tokens")
         right = make_prompts([[5, 6, 7]])
@@ -179,14 +162,24 @@ def check_left_padding(make: MakeRollout, setting: Setting) -> None:
         _raises(PromptError, lambda: rollout.generate(right, _GREEDY), "a prompt padded on the right")
 
 
+def check_unknown_tokens(make: MakeRollout, setting: Setting) -> None:
+    """A prompt with a token that the model does not have is refused, and the next one is answered."""
+    with _ready(make, setting) as rollout:
+        known = _responses(rollout.generate(make_prompts([[5, 511]]), _GREEDY))
+        for token in (512, -1, 1 << 40):
+            strange = make_prompts([[5, 511], [5, token]])
+            _raises(PromptError, lambda s=strange: rollout.generate(s, _GREEDY), f"a prompt with the token {token}")
+        assert _responses(rollout.generate(make_prompts([[5, 511]]), _GREEDY)) == known
+
+
 def check_end_tokens(make: MakeRollout, setting: Setting) -> None:
-    """Any token of the list ends a response and belongs to it; `ignore_eos` goes on."""
+    """Any token of the list ends a response and belongs to it, whatever else is named; `ignore_eos` goes on."""
     prompts = make_prompts(_LISTS, width=8)
     with _ready(make, setting) as rollout:
         free = _responses(rollout.generate(prompts, _GREEDY))
         ends = (free[0][2], free[1][4])
         expected = [row[: 1 + next((j for j, t in enumerate(row) if t in ends), len(row))] for row in free]
-        ended = rollout.generate(prompts, replace(_GREEDY, eos_token_ids=ends))
+        ended = rollout.generate(prompts, replace(_GREEDY, eos_token_ids=(-1, *ends, 1 << 20)))
         ignored = rollout.generate(prompts, replace(_GREEDY, eos_token_ids=ends, ignore_eos=True))
     assert _responses(ended) == expected
     reasons = ["stop" if row[-1] in ends else "length" for row in expected]
@@ -262,7 +255,7 @@ def check_greedy(make: MakeRollout, setting: Setting) -> None:
         rows = rollout.generate(prompts, _GREEDY)
         switched = rollout.generate(prompts, replace(_DRAWN, temperature=0.5, do_sample=False))
     for each, temperature in ((rows, 1.0), (switched, 0.5)):
-        log_probs, regret = _oracle(module, each, temperature)
+        log_probs, regret = oracle(module, each, temperature)
         assert float(regret.max()) <= setting.atol, f"a token is {float(regret.max()):.2g} nats below the likeliest"
         torch.testing.assert_close(_tensors(each)["rollout_log_probs"], log_probs, atol=setting.atol, rtol=0)
 
@@ -274,7 +267,7 @@ def check_log_probs(make: MakeRollout, setting: Setting) -> None:
     with _ready(make, setting) as rollout:
         for temperature, top_p in ((1.0, 1.0), (0.5, 1.0), (1.7, 1.0), (1.0, 0.8)):
             rows = rollout.generate(prompts, replace(_DRAWN, temperature=temperature, top_p=top_p))
-            log_probs, _ = _oracle(module, rows, temperature)
+            log_probs, _ = oracle(module, rows, temperature)
             torch.testing.assert_close(_tensors(rows)["rollout_log_probs"], log_probs, atol=setting.atol, rtol=0)
 
 
@@ -291,7 +284,7 @@ def check_new_weights(make: MakeRollout, setting: Setting) -> None:
                 source = ModuleWeights(module, tied_names=tied_names)
                 with reshard(source, rollout, bucket_megabytes=1):
                     rows = rollout.generate(prompts, _GREEDY)
-                log_probs, regret = _oracle(module, rows, 1.0)
+                log_probs, regret = oracle(module, rows, 1.0)
                 assert float(regret.max()) <= setting.atol, "the answer is not that of the new weights"
                 torch.testing.assert_close(_tensors(rows)["rollout_log_probs"], log_probs, atol=setting.atol, rtol=0)
             answers.append(_responses(rows))
@@ -324,6 +317,25 @@ def check_abandoned_load(make: MakeRollout, setting: Setting) -> None:
             pass
 
 
+def check_close(make: MakeRollout, setting: Setting) -> None:
+    """An engine that is closed in the middle of a load: leaving is silent, and every call after it is refused."""
+    path, module = setting.model()
+    source, prompts = ModuleWeights(module), make_prompts(_LISTS[:1])
+    rollout = make(setting.config(max_num_seqs=7), path)
+    name, tensor = next(iter(module.named_parameters()))
+    with reshard(source, rollout):
+        rollout.load_weights([(name, tensor.detach())])
+        rollout.close()
+        rollout.close()
+    rollout.sleep()
+    _raises(EngineStateError, lambda: rollout.wake("weights"), "wake of a closed engine")
+    _raises(EngineStateError, lambda: rollout.load_weights([(name, tensor.detach())]), "a load into a closed engine")
+    _raises(EngineStateError, rollout.finish_load, "finish_load of a closed engine")
+    _raises(EngineStateError, lambda: rollout.generate(prompts, _GREEDY), "generate of a closed engine")
+    if isinstance(rollout, Checksums):
+        _raises(EngineStateError, rollout.checksums, "checksums of a closed engine")
+
+
 def check_distribution(make: MakeRollout, setting: Setting) -> None:
     """512 draws of one token: each token's count within 5 standard deviations of what its probability says."""
     _, module = setting.model()
@@ -346,10 +358,12 @@ PROTOCOL_CHECKS: tuple[Check, ...] = (
     check_empty_batch,
     check_prompt_lengths,
     check_left_padding,
+    check_unknown_tokens,
     check_end_tokens,
     check_samples,
     check_split,
     check_limits,
+    check_close,
 )
 MODEL_CHECKS: tuple[Check, ...] = (check_greedy, check_log_probs, check_new_weights)
 ENGINE_CHECKS: tuple[Check, ...] = (check_checksums, check_abandoned_load, check_distribution)

@@ -1,4 +1,4 @@
-"""Tiny models on disk, weight sources over plain modules, and prompts from token lists."""
+"""Tiny models on disk, weight sources over plain modules, prompts from token lists, and what answers should be."""
 
 from __future__ import annotations
 
@@ -125,3 +125,33 @@ def make_prompts(
         },
         {"uid": uid, "rollout_id": np.asarray(numbers, dtype=object)},
     )
+
+
+@torch.no_grad()
+def oracle(module: torch.nn.Module, rows: DataProto, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a float32 forward pass says about responses, one row at a time.
+
+    Args:
+        module: a causal language model.
+        rows: what `generate` returned.
+        temperature: what logits are divided by.
+
+    Returns:
+        (B,R) float32 log-probabilities, and how much likelier the likeliest token is; 0 behind a response.
+    """
+    assert rows.batch is not None, "the output has no tensors"
+    tensors = rows.batch
+    width = tensors["prompts"].shape[1]
+    log_probs = torch.zeros(tensors["responses"].shape)
+    regret = torch.zeros(tensors["responses"].shape)
+    for i in range(len(rows)):
+        valid = tensors["attention_mask"][i].bool()
+        ids = tensors["input_ids"][i][valid]
+        n = int(valid[width:].sum())
+        if n == 0:
+            continue
+        logits = module(input_ids=ids[None]).logits[0].float()
+        table = (logits[len(ids) - n - 1 : -1] / temperature).log_softmax(-1)
+        log_probs[i, :n] = table.gather(-1, ids[-n:, None]).squeeze(-1)
+        regret[i, :n] = table.amax(-1) - log_probs[i, :n]
+    return log_probs, regret
