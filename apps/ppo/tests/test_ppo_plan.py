@@ -67,6 +67,24 @@ def test_ppo_preflight_plan_without_a_known_size(make, tmp_path):
     assert "not estimated" in plan_text(checked)
 
 
+def test_ppo_preflight_plan_tells_the_checkpoint_that_the_run_goes_on_from(make, tmp_path):
+    """The newest with a part of each role, as the run takes it; a path that is not taken is not told."""
+    for step, roles in ((1, ("actor", "critic")), (2, ("actor",))):
+        for role in roles:
+            (tmp_path / f"global_step_{step}" / role).mkdir(parents=True)
+        (tmp_path / f"global_step_{step}" / "COMPLETE").touch()
+    here = {"trainer.default_local_dir": str(tmp_path)}
+    assert "; resume auto, from global_step_2" in plan_text(examine(make(**here)))
+    assert "; resume auto, from global_step_1" in plan_text(examine(make(**here, **{"algorithm.adv_estimator": "gae"})))
+    path = {"trainer.resume_from_path": str(tmp_path / "global_step_1")}
+    for mode, told in (("resume_path", f"from {path['trainer.resume_from_path']}"), ("disable", "disable")):
+        assert (
+            plan_text(examine(make(**here, **path, **{"trainer.resume_mode": mode})))
+            .rstrip()
+            .endswith(f"; resume {told}")
+        )
+
+
 def test_ppo_preflight_length_tells_the_passes_over_the_data(make):
     """A step budget counts whatever the epochs: fewer steps than they give, or more."""
     assert "1 step an epoch (40 // 32) × 2 epochs = 2 steps, 4 updates of the actor\n" in plan_text(

@@ -34,7 +34,7 @@ import torch
 
 from ostinato.controller import ControllerError, WorkerDied, WorkerFailed
 from ostinato.ppo.errors import CheckpointError, RunFolderBusy
-from ostinato.ppo.run_folder import DRIVER_STATE, LATEST, MARKER, complete_steps
+from ostinato.ppo.run_folder import DRIVER_STATE, LATEST, MARKER, complete_steps, newest_for
 
 logger = logging.getLogger(__name__)
 
@@ -114,8 +114,7 @@ class Checkpoints:
                     f"a file {MARKER} in it"
                 )
             return chosen
-        steps = complete_steps(self.folder, roles=roles) or complete_steps(self.folder, warn=False)
-        return self.folder / f"global_step_{steps[-1]}" if steps else None
+        return newest_for(self.folder, roles)
 
     def begin(
         self,
@@ -250,7 +249,7 @@ class Checkpoints:
         try:
             return torch.load(checkpoint / DRIVER_STATE, weights_only=True)
         except (OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
-            raise CheckpointError(f"{checkpoint / DRIVER_STATE} cannot be read: {error}") from error
+            raise CheckpointError(f"{checkpoint / DRIVER_STATE} cannot be read: {error!r}") from error
 
     def close(self) -> None:
         """Let go of the folder, so that another run may take it."""

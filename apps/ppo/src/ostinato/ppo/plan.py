@@ -11,7 +11,7 @@ from typing import Any
 from ostinato.ppo.config import PpoConfig, sharing_ranks
 from ostinato.ppo.facts import ModelFacts
 from ostinato.ppo.preflight import Checked
-from ostinato.ppo.run_folder import complete_steps
+from ostinato.ppo.run_folder import newest_for
 from ostinato.workers.core.config import ModelConfig
 
 
@@ -287,12 +287,14 @@ def _memory(checked: Checked) -> Iterator[tuple[str, str]]:
 
 def _output(checked: Checked) -> Iterator[tuple[str, str]]:
     trainer = checked.config.trainer
+    folder, resume = Path(trainer.default_local_dir), trainer.resume_mode
     saves, tests = _every(trainer.save_freq), _every(trainer.test_freq)
-    yield "output", f"{Path(trainer.default_local_dir)}; metrics to {', '.join(trainer.logger)}"
+    yield "output", f"{folder}; metrics to {', '.join(trainer.logger)}"
     before = ", and before the first step" if trainer.val_before_train else ""
-    resume = trainer.resume_from_path or trainer.resume_mode
-    if trainer.resume_mode == "auto" and (steps := complete_steps(Path(trainer.default_local_dir), warn=False)):
-        resume = f"auto, from global_step_{steps[-1]}"
+    if resume == "resume_path":
+        resume = f"from {trainer.resume_from_path}"
+    elif resume == "auto" and (found := newest_for(folder, checked.config.trained_roles, warn=False)):
+        resume = f"auto, from {found.name}"
     yield "output", f"checkpoint {saves}; validation {tests}{before}; resume {resume}"
 
 

@@ -61,3 +61,15 @@ def complete_steps(folder: Path, *, roles: Sequence[str] = (), warn: bool = True
         elif warn:
             logger.warning("%s was cut off while it was written and is passed over", path)
     return sorted(steps)
+
+
+def newest_for(folder: Path, roles: Sequence[str], *, warn: bool = True) -> Path | None:
+    """The checkpoint that `resume_mode=auto` takes: the newest with a part of each role, else the newest whole one.
+
+    Args:
+        folder: a run folder; it need not exist.
+        roles: those whose weights will be read.
+        warn: as for `complete_steps`.
+    """
+    steps = complete_steps(folder, roles=roles, warn=warn) or complete_steps(folder, warn=False)
+    return folder / f"global_step_{steps[-1]}" if steps else None
