@@ -66,7 +66,7 @@ class FakeRollout(Adapter):
         self._hold(self._specs_of_folder(model_path) if specs is None else specs, loaded=False)
         self._context_length = config.context_length
         self._script = script or self._default_script
-        self._vocab_size = vocab_size
+        self._num_tokens = self._vocab_size = vocab_size
         self._eos = (_token(self._tokenizer, "eos_token_id", 1),)
         self._pad = _token(self._tokenizer, "pad_token_id", 0)
         self.abort = set(abort)
@@ -114,7 +114,7 @@ class FakeRollout(Adapter):
         self.weights.clear()
 
     def _default_script(self, prompt: Sequence[int], rollout_id: int, sampling: SamplingParams) -> list[int]:
-        count, tokens = self._config.response_length, self._vocab_size - 2
+        count, tokens = self._config.response_length, self._num_tokens - 2
         if sampling.greedy:
             return [2 + (sum(prompt) * 31 + 7 * j * j) % tokens for j in range(count)]
         uniforms = row_uniforms(sampling.seed, sampling.step, torch.tensor([rollout_id]).numpy(), 0, count)[0]
@@ -137,7 +137,7 @@ class FakeRollout(Adapter):
             tokens, reason = self._cut(self._script(prompt, number, sampling), limit, sampling)
             if number in self.abort:
                 tokens, reason = tokens[: len(tokens) // 2], "abort"
-            log_probs = [-math.log(self._vocab_size)] * len(tokens)
+            log_probs = [-math.log(self._num_tokens)] * len(tokens)
             count = self.rows_per_rollout.get(number, 1)
             completions += [Completion(row, tokens, log_probs, reason)] * count
         return assemble(prompts, completions, response_length=self._config.response_length, pad_token_id=self._pad)
