@@ -4,6 +4,7 @@ import errno
 import gc
 import pickle
 import resource
+import shutil
 import threading
 from unittest.mock import Mock
 
@@ -47,6 +48,26 @@ def test_megatron_checkpoint_that_is_missing_cut_off_or_anothers_is_refused(mega
     for read in (driver.engine.load, lambda path: SavedWeights(path, model, "lm")):
         with pytest.raises(CheckpointError, match="cut off"):
             read(tmp_path / "whole")
+
+
+def test_megatron_checkpoint_with_a_broken_mark_is_refused(megatron_workspace, tmp_path):
+    """Of `metadata.json` the reader without Megatron-Core asks only that it is there."""
+    driver = start(megatron(), megatron_workspace / "lm")
+    driver.engine.save(tmp_path / "whole")
+    model = ModelConfig(path=str(megatron_workspace / "lm"))
+    pickles = (None, b"", b"no pickle", b"cnowhere\nThing\n.", pickle.dumps([]))
+    for name, contents in (("metadata.json", (b"", b"[]", b"\xff")), (".metadata", pickles)):
+        for content in contents:
+            shutil.copytree(tmp_path / "whole", tmp_path / "broken", dirs_exist_ok=True)
+            if content is None:
+                (tmp_path / "broken" / name).unlink()
+            else:
+                (tmp_path / "broken" / name).write_bytes(content)
+            with pytest.raises(CheckpointError, match=r"broken cannot be read: .*Resume from an earlier one\."):
+                driver.engine.load(tmp_path / "broken")
+            if name == ".metadata":
+                with pytest.raises(CheckpointError, match=r"broken cannot be read: .*Resume from an earlier one\."):
+                    SavedWeights(tmp_path / "broken", model, "lm")
 
 
 def test_megatron_checkpoint_keeps_skipped_steps_and_the_runs_own_settings(megatron_workspace, tmp_path):

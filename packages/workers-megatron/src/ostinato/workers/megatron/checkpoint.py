@@ -93,14 +93,15 @@ def load(
         saved = checkpointing.load_tensors_metadata(str(path))
         common = checkpointing.load_common_state_dict(str(path))
         objects = {entry.key for entry in checkpointing.serialization.load_sharded_metadata(str(path)).values()}
-    counters, state = common["counters"], _model_state(built, metadata)
+        counters, distributed = common["counters"], common["distributed"]
+    state = _model_state(built, metadata)
     _check_model(path, state, saved)
     random = {name: entry for name, entry in _random_state(device).items() if entry.key in objects}
     resumes = optimizer is not None and bool(counters["updates"])
-    if resumes and common["distributed"] != _distributed(optimizer):
+    if resumes and distributed != _distributed(optimizer):
         raise CheckpointError(
             f"checkpoint {path}: its optimizer state was written with "
-            f"megatron.use_distributed_optimizer={common['distributed']}; set it so to go on from there."
+            f"megatron.use_distributed_optimizer={distributed}; set it so to go on from there."
         )
     if optimizer is not None:
         _reset_state(optimizer, filled=resumes)

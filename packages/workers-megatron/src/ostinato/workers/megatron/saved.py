@@ -7,7 +7,6 @@ Neither Megatron-Core nor its process groups are needed to read one.
 from __future__ import annotations
 
 import math
-import pickle
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,9 +28,11 @@ from ostinato.workers.megatron.mapping import TE_NAMES, Part, merge, table
 METADATA = "metadata.json"
 """What a checkpoint's folder gets last."""
 
+EARLIER = "Resume from an earlier one."
+"""What to do about a checkpoint that cannot be read."""
+
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"local_experts\.\d+\.")
-_UNREADABLE = (OSError, RuntimeError, EOFError, ValueError, KeyError, pickle.UnpicklingError)
 
 
 def require_whole(path: Path) -> None:
@@ -43,7 +44,7 @@ def require_whole(path: Path) -> None:
     if not (path / METADATA).is_file():
         raise CheckpointError(
             f"checkpoint {path}: expected a folder with a `{METADATA}` file, which is written last; found none. The "
-            "checkpoint is missing or was cut off while it was written; take an earlier one."
+            f"checkpoint is missing or was cut off while it was written. {EARLIER}"
         )
 
 
@@ -66,7 +67,7 @@ class SavedWeights:
         try:
             metadata = self._reader.read_metadata()
             self._reader.set_up_storage_reader(metadata, is_coordinator=True)
-        except _UNREADABLE as error:
+        except Exception as error:  # a pickle that is broken may raise anything
             raise self._unreadable(error) from error
         self._saved = {
             key: entry
@@ -122,7 +123,7 @@ class SavedWeights:
             raise self._foreign(f"{key} is not there in full")
         try:
             self._reader.read_data(LoadPlan(items), _Into(whole)).wait()
-        except _UNREADABLE as error:
+        except Exception as error:  # what lies in the pieces is pickled too
             raise self._unreadable(error) from error
         return whole.view(shape)
 
@@ -130,7 +131,7 @@ class SavedWeights:
         return CheckpointError(f"checkpoint {self._path}: {what}. It belongs to another model.")
 
     def _unreadable(self, error: BaseException) -> CheckpointError:
-        return CheckpointError(f"checkpoint {self._path} cannot be read: {type(error).__name__}: {error}")
+        return CheckpointError(f"checkpoint {self._path} cannot be read: {type(error).__name__}: {error}. {EARLIER}")
 
 
 def _candidates(part: Part, a: Architecture) -> Iterator[tuple[str, list[tuple[int, int]]]]:

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from ostinato.workers.core.checkpoint import WriteUnderWay, named_failure, not_in_force
 from ostinato.workers.megatron.errors import CheckpointError
 from ostinato.workers.megatron.parallel import import_megatron
-from ostinato.workers.megatron.saved import METADATA
+from ostinato.workers.megatron.saved import EARLIER, METADATA
 
 WRITE_TIMEOUT = timedelta(hours=3)
 """How long the fastest rank waits for the slowest one's disk."""
@@ -106,9 +106,11 @@ class _Files(FileSystemWriter):
 
 def failure_named(path: Path, what: Literal["read", "written"]) -> AbstractContextManager[None]:
     """Inside, what keeps a checkpoint from being read or written becomes a `CheckpointError`; see `named_failure`."""
+    text = f"checkpoint {path} cannot be {what}"
+    if what == "read":  # a pickle that is broken may raise anything
+        return named_failure(text, CheckpointError, Exception, advice=EARLIER)
     own = import_megatron("dist_checkpointing.core").CheckpointingException
-    advice = not_in_force(METADATA) if what == "written" else ""
-    return named_failure(f"checkpoint {path} cannot be {what}", CheckpointError, own, advice=advice)
+    return named_failure(text, CheckpointError, own, advice=not_in_force(METADATA))
 
 
 def _make_folder(path: Path) -> None:
