@@ -102,8 +102,11 @@ def test_held_signals_in_another_thread_are_not_held(handlers):
 
 @pytest.fixture
 def group(monkeypatch) -> dict[str, Any]:
-    """The first rank of two, with what it told the other one and how their group was made."""
-    seen: dict[str, Any] = {"told": []}
+    """The first rank of two, with what it gave and told the other one and how their group was made.
+
+    What the other one gives, and at which call, is "other".
+    """
+    seen: dict[str, Any] = {"told": [], "given": []}
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
     monkeypatch.setattr(torch.distributed, "new_group", lambda ranks, **options: seen.update(options) or object())
@@ -111,7 +114,12 @@ def group(monkeypatch) -> dict[str, Any]:
     def broadcast(box, **_):
         seen["told"].append(pickle.loads(pickle.dumps(box)))
 
+    def gather(value, values, **_):
+        seen["given"].append(value)
+        values[:] = [value, seen.get("other", (value[0], "of the other"))]
+
     monkeypatch.setattr(torch.distributed, "broadcast_object_list", broadcast)
+    monkeypatch.setattr(torch.distributed, "gather_object", gather)
     return seen
 
 
@@ -130,6 +138,35 @@ def test_ranks_are_told_of_an_answer_that_cannot_be_told(group):
     assert ranks.call(lambda: 7) == 7
 
 
+def test_ranks_act_with_what_each_of_them_gives(group):
+    def act(word, values):
+        return word, values
+
+    ranks = EngineRanks(2)
+    assert ranks.call_with_each(act, "all", own="mine") == ("all", ["mine", "of the other"])
+    assert group["given"] == [((1, "act"), "mine")]
+    assert pickle.loads(group["told"][0][1]) == ("all", ["mine", "of the other"])
+    assert EngineRanks(1).call_with_each(act, "one", own=7) == ("one", [7])
+
+
+@pytest.mark.parametrize("call", [(1, "act"), (3, "act"), (2, "other")])
+def test_ranks_do_not_act_with_what_was_given_for_another_call(group, call):
+    """A rank that was interrupted is a call behind or ahead; the others hear of it, and nothing was done."""
+
+    def act(values):
+        raise AssertionError(f"acted with {values}")
+
+    ranks = EngineRanks(2)
+    ranks.call(lambda: 7)
+    group["other"] = (call, "of another call")
+    reason = rf"this rank is at call 2 \(act\) and rank 1 at call {call[0]} \({call[1]}\): one of them was interrupted"
+    with pytest.raises(EngineStateError, match=reason):
+        ranks.call_with_each(act, own="mine")
+    told = group["told"][-1]
+    assert told[:2] == [(2, "act"), None]
+    assert "rank 1 at call" in told[2]
+
+
 def test_ranks_name_a_connection_that_is_lost(group, monkeypatch):
     def lost(*_, **__):
         raise RuntimeError("Connection closed by peer")
@@ -137,7 +174,7 @@ def test_ranks_name_a_connection_that_is_lost(group, monkeypatch):
     ranks = EngineRanks(2)
     for name, exchange in (
         ("broadcast_object_list", lambda: ranks.call(lambda: 7)),
-        ("gather_object", lambda: ranks.gather(7)),
+        ("gather_object", lambda: ranks.call_with_each(lambda values: values, own=7)),
     ):
         monkeypatch.setattr(torch.distributed, name, lost)
         with pytest.raises(EngineStateError, match=r"ranks 0 to 1, .* have lost their connection.*closed by peer"):

@@ -94,7 +94,7 @@ class SglangRollout(EngineAdapter):
         self._pending: asyncio.Task[Any] | None = None
         self._outgoing: torch.Tensor | None = None
         self._processes: list[Any] = []
-        self._ranks.call(self._build, arguments, self._ranks.gather(_visible(self._device)))
+        self._ranks.call_with_each(self._build, arguments, own=_visible(self._device))
         if on_gpu:
             portable_handles()
         # What waking takes, in bytes; the margin before the engine has slept once.
@@ -304,15 +304,15 @@ class SglangRollout(EngineAdapter):
     def _hand_over(self, lines: list[tuple[str, torch.Tensor]]) -> None:
         from sglang.srt.utils import MultiprocessingSerializer
 
+        # A tensor made here must stay until the schedulers have read it.
+        self._sent = lines
         size = self._config.tensor_model_parallel_size
         if self._device.type == "cpu":
             # One memory serves all schedulers.
             payloads = [MultiprocessingSerializer.serialize(lines) for _ in range(size)] if self._ranks.first else []
+            self._ranks.call(self._submit, payloads)
         else:
-            payloads = self._ranks.gather(MultiprocessingSerializer.serialize(lines))
-        # A tensor made here must stay until the schedulers have read it.
-        self._sent = lines
-        self._ranks.call(self._submit, payloads)
+            self._ranks.call_with_each(self._submit, own=MultiprocessingSerializer.serialize(lines))
 
     def _submit(self, payloads: Sequence[bytes]) -> None:
         from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput

@@ -83,8 +83,8 @@ class HeldSignals:
 class EngineRanks:
     """The ranks that one engine spans: the first one acts, and all go on together or fail together.
 
-    What the first rank says is matched with what the others wait for by its place in the order of the calls, so that
-    a signal must not break off an exchange, and the others are told of an act that one broke off.
+    What one rank says is matched with what another waits for by its place in the order of the calls, so that a signal
+    must not break off an exchange, and the others are told of an act that one broke off.
 
     Args:
         size: consecutive ranks of the default process group; making more than one is collective over all its ranks.
@@ -111,16 +111,33 @@ class EngineRanks:
             EngineStateError: on the other ranks, where the first one failed or was interrupted, or is at another call;
                 on each, where the connection to one that has ended is lost.
         """
-        if self._group is None:
-            return act(*args)
+        return act(*args) if self._group is None else self._together(act, args, None)
+
+    def call_with_each(self, act: Callable[..., T], *args: Any, own: Any) -> T:
+        """Let the first rank act with what every rank has; otherwise as `call`.
+
+        Args:
+            act: is called with `args` and, last, the list of what each rank gave, in their order.
+            args: of the first rank alone.
+            own: what this rank gives.
+
+        Raises:
+            EngineStateError: as `call` does; also on all ranks where one of them is at another call.
+        """
+        return act(*args, [own]) if self._group is None else self._together(act, args, [own])
+
+    def _together(self, act: Callable[..., T], args: tuple[Any, ...], own: list[Any] | None) -> T:
         failure: BaseException | None = None
         result: Any = None
         with self._turn, HeldSignals() as held:
             self._calls += 1
             mine = (self._calls, act.__name__)
             box: list[Any] = [mine, None, None]
+            told = [] if own is None else self._gather((mine, *own))
             if self.first:
                 try:
+                    if own is not None:
+                        args = (*args, self._of_one_call(mine, told))
                     with held.let_through():
                         result = act(*args)
                         box[1] = pickle.dumps(result)  # what cannot be told must not break off the exchange
@@ -133,10 +150,7 @@ class EngineRanks:
                 if failure is not None:  # also where a rank that should hear of it has ended
                     raise failure
         if box[0] != mine:
-            raise EngineStateError(
-                f"sglang rollout: rank {self._leader}, which holds the engine, is at call {box[0][0]} ({box[0][1]}) "
-                f"and this rank at call {mine[0]} ({mine[1]}): one of them was interrupted. Start the run again."
-            )
+            raise _apart(f"rank {self._leader}, which holds the engine,", box[0], "this rank", mine)
         if box[2] is not None:
             raise EngineStateError(f"sglang rollout: rank {self._leader}, which holds the engine, failed: {box[2]}")
         return result if self.first else pickle.loads(box[1])
@@ -152,11 +166,23 @@ class EngineRanks:
                 f"engine, have lost their connection: one has ended, and its own log says why. {error}"
             ) from error
 
-    def gather(self, value: T) -> list[T]:
+    def _gather(self, value: tuple[tuple[int, str], Any]) -> list[tuple[tuple[int, str], Any]]:
         """What each rank gave, in their order; on the first rank alone."""
-        if self._group is None:
-            return [value]
         values: list[Any] | None = [None] * self.size if self.first else None
-        with self._turn, HeldSignals(), self._connected("gather"):
+        with self._connected(value[0][1]):
             torch.distributed.gather_object(value, values, dst=self._leader, group=self._group)
         return values or []
+
+    def _of_one_call(self, mine: tuple[int, str], told: list[tuple[tuple[int, str], Any]]) -> list[Any]:
+        """What the ranks gave, once each of them is known to be at this call."""
+        for place, (call, _) in enumerate(told):
+            if call != mine:
+                raise _apart("this rank", mine, f"rank {self._leader + place}", call)
+        return [value for _, value in told]
+
+
+def _apart(one: str, call: tuple[int, str], other: str, others: tuple[int, str]) -> EngineStateError:
+    return EngineStateError(
+        f"sglang rollout: {one} is at call {call[0]} ({call[1]}) and {other} at call {others[0]} ({others[1]}): one of "
+        "them was interrupted. Start the run again."
+    )
