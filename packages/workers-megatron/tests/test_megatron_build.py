@@ -53,6 +53,9 @@ def test_megatron_on_a_cpu_is_refused_with_what_to_do(megatron_workspace):
             "recompute_granularity",
         ),
         ({"override_ddp_config": {"overlap_grad_reduce": True}}, MegatronConfigError, "is fixed"),
+        ({"override_ddp_config": {"use_distributed_optimizer": False}}, MegatronConfigError, "use megatron.use_distri"),
+        ({"override_ddp_config": {"buckets": 1}}, MegatronConfigError, "did you mean num_buckets"),
+        ({"override_ddp_config": {"num_buckets": 0}}, MegatronConfigError, "refuses it .AssertionError: num_buckets"),
         (
             {"override_transformer_config": {"attention_backend": "flesh"}},
             MegatronConfigError,

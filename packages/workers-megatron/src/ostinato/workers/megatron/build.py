@@ -27,7 +27,7 @@ from ostinato.workers.megatron.folder import Folder
 from ostinato.workers.megatron.heads import PackedRotary, ValueHead
 from ostinato.workers.megatron.mapping import TE_NAMES, Part, padded_vocab, split, table
 from ostinato.workers.megatron.parallel import import_megatron
-from ostinato.workers.megatron.training import wrap
+from ostinato.workers.megatron.training import ddp_config, wrap
 from ostinato.workers.megatron.transformer import transformer_config, uses_transformer_engine
 
 logger = logging.getLogger(__name__)
@@ -107,6 +107,7 @@ def build_model(
         raise MegatronConfigError(f"megatron.{key}: {text}")
     te = uses_transformer_engine(config)
     transformer = transformer_config(a, config, model, device, te=te, trainable=trainable)
+    ddp = ddp_config(config) if trainable else None
     virtual = config.virtual_pipeline_model_parallel_size
     with nullcontext() if te else switches_kept():
         pieces = [
@@ -122,7 +123,7 @@ def build_model(
     parts = table(a, head)
     parameters = whole_names(pieces, a)
     _read_weights(a, model, parts, parameters, require_head=not trainable)
-    chunks = [wrap(piece, transformer, config, index, trainable) for index, piece in enumerate(pieces)]
+    chunks = [wrap(piece, transformer, ddp, index) for index, piece in enumerate(pieces)]
     # A wrapper may have replaced a parameter's tensor (bf16, buffers); the names are read anew.
     return Built(a, head, transformer, chunks, parts, whole_names([bare(chunk) for chunk in chunks], a), rows)
 
@@ -194,33 +195,35 @@ def _read_weights(
     *,
     require_head: bool,
 ) -> None:
-    """Fill this rank's parameters from the folder.
+    """Fill this rank's parameters from the folder. Every rank looks for all names, so that all learn of a missing one.
 
     Raises:
         ModelLoadError: A weight is missing on either side, or no head is there and one is required.
     """
     state, folder = import_megatron("parallel_state"), Folder(model.path)
+    where = f"model.path {model.path}"
     unknown = parameters.keys() - {part.name for part in parts}
     if unknown:
-        raise ModelLoadError(f"model.path {model.path}: Megatron's model has parameters without a source: {unknown}")
-    # Every rank looks for all names, so that all of them learn of a missing one.
-    missing = [name for part in parts for name, _ in part.hf if name not in folder and name != "score.weight"]
-    if missing:
-        raise ModelLoadError(f"model.path {model.path}: weights are missing from the folder: {missing[:5]} …")
+        raise ModelLoadError(f"{where}: Megatron's model has parameters without a source: {sorted(unknown)}")
+    missing = [name for part in parts for name, _ in part.hf if name not in folder]
+    fresh_head = missing == ["score.weight"]
+    if fresh_head and require_head:
+        raise ModelLoadError(
+            f"{where}: expected a trained head `score.weight`, found none. Give the folder of a sequence classifier "
+            "with one label."
+        )
+    if missing and not fresh_head:
+        raise ModelLoadError(f"{where}: weights are missing from the folder: {missing[:5]} …")
     if "score.bias" in folder and any(part.hf[0][0] == "score.weight" for part in parts):
-        raise ModelLoadError(f"model.path {model.path}: its head has a bias (score.bias), and this engine's has none.")
+        raise ModelLoadError(f"{where}: its head has a bias (score.bias), and this engine's has none.")
+    if fresh_head:
+        logger.info("%s has no value head; a fresh one starts near 0.", model.path)
     with torch.no_grad():
         for part in parts:
             parameter = parameters.get(part.name)
             if parameter is None:
                 continue
-            if part.hf[0][0] == "score.weight" and "score.weight" not in folder:
-                if require_head:
-                    raise ModelLoadError(
-                        f"model.path {model.path}: expected a trained head `score.weight`, found none. Give the folder "
-                        "of a sequence classifier with one label."
-                    )
-                logger.info("%s has no value head; a fresh one starts near 0.", model.path)
+            if fresh_head and part.hf[0][0] == "score.weight":
                 parameter.copy_(fresh_value_head(a.hidden_size))
                 continue
             rank, size = shard_of(part, state)

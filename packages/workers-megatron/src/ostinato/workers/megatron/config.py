@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
+from difflib import get_close_matches
 from typing import Any
 
 from ostinato.workers.megatron.errors import MegatronConfigError
@@ -218,6 +219,25 @@ def _expert_faults(config: MegatronConfig, ranks: int, num_experts: int | None) 
         yield "expert_tensor_parallel_size", text
     elif ranks % block and size > 1:
         yield "expert_model_parallel_size", text
+
+
+def check_entries(key: str, entries: Iterable[str], cls: type[Any]) -> None:
+    """Refuse entries that a config of Megatron's own does not have.
+
+    Args:
+        key: where they were set.
+        entries: their names.
+        cls: Megatron's dataclass.
+
+    Raises:
+        MegatronConfigError: There is no such entry; the text names the nearest one.
+    """
+    known = sorted(entry.name for entry in fields(cls))
+    for name in entries:
+        if name not in known:
+            near = get_close_matches(name, known, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise MegatronConfigError(f"{key}.{name}: Megatron's {cls.__name__} has no such entry{hint}")
 
 
 def foreign_settings(model: Any, optim: Any | None) -> list[tuple[str, str]]:

@@ -249,9 +249,9 @@ class OutputReader:
 def gather_context(local: torch.Tensor, inputs: Inputs, layout: Layout) -> torch.Tensor:
     """The whole pack's hidden states (T, H) from the context-parallel ranks' (T/cp, H); collective.
 
-    Every rank then computes the same loss, and gradients of parameters are summed over these ranks. So each rank takes
-    the cp-th part of the loss's gradient through the output layer (`_EqualShare`), and of what comes out of it the cp
-    fold for the tokens that it alone has run.
+    Every rank then computes the same loss, and gradients of parameters are summed over these ranks. So the output layer
+    gets a cp-th of the loss's gradient on each of them (`_EqualShare`), and what goes back to the tokens that a rank
+    alone has run is multiplied by cp again.
     """
     state = import_megatron("parallel_state")
     params = inputs.arguments["packed_seq_params"]

@@ -3,55 +3,62 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from ostinato.workers.core.optim import OptimConfig
-from ostinato.workers.megatron.config import MegatronConfig
+from ostinato.workers.megatron.config import MegatronConfig, check_entries
 from ostinato.workers.megatron.errors import MegatronConfigError
 from ostinato.workers.megatron.parallel import import_megatron
 
+FIXED = {
+    "use_distributed_optimizer": "use megatron.use_distributed_optimizer",
+    "overlap_grad_reduce": "gradients are reduced once a step; leave it out",
+    "average_in_collective": "gradients are sums; leave it out",
+}
+"""Entries of Megatron's DistributedDataParallelConfig that a user cannot set, and why."""
 
-def wrap(piece: nn.Module, transformer: Any, config: MegatronConfig, index: int, trainable: bool) -> nn.Module:
+
+def ddp_config(config: MegatronConfig) -> Any:
+    """Megatron's DistributedDataParallelConfig.
+
+    Raises:
+        MegatronConfigError: `override_ddp_config` names what does not exist or is fixed, or Megatron refuses a value.
+    """
+    key, cls = "megatron.override_ddp_config", import_megatron("distributed").DistributedDataParallelConfig
+    check_entries(key, config.override_ddp_config, cls)
+    for name in FIXED.keys() & config.override_ddp_config.keys():
+        raise MegatronConfigError(f"{key}.{name}: this entry is fixed: {FIXED[name]}")
+    options = {"grad_reduce_in_fp32": True, "use_distributed_optimizer": config.use_distributed_optimizer}
+    try:
+        return cls(**options | config.override_ddp_config)
+    except (ValueError, TypeError, AssertionError) as error:
+        raise MegatronConfigError(f"{key}: Megatron refuses it ({type(error).__name__}: {error})") from error
+
+
+def wrap(piece: nn.Module, transformer: Any, ddp: Any | None, index: int) -> nn.Module:
     """A piece in its number type, with gradient buffers where it is trained.
 
     Args:
         piece: on its device.
         transformer: Megatron's TransformerConfig.
-        config: the layout.
+        ddp: of `ddp_config`; None for a piece that is not trained.
         index: which of the stage's pieces.
-        trainable: whether it is trained.
-
-    Raises:
-        MegatronConfigError: `override_ddp_config` names what does not exist or is fixed.
     """
     if transformer.bf16:
         piece = import_megatron("transformer.module").Float16Module(transformer, piece)
-    if not trainable:
+    if ddp is None:
         return piece.eval()
-    distributed = import_megatron("distributed")
-    cls = distributed.DistributedDataParallelConfig
-    known = {entry.name for entry in fields(cls)}
-    for name in config.override_ddp_config:
-        if name not in known or name in ("overlap_grad_reduce", "average_in_collective", "use_distributed_optimizer"):
-            reason = "is fixed: gradients are reduced once a step, as sums" if name in known else "does not exist"
-            raise MegatronConfigError(f"megatron.override_ddp_config.{name}: this entry {reason}; leave it out")
-    options = {
-        "grad_reduce_in_fp32": True,
-        "use_distributed_optimizer": config.use_distributed_optimizer,
-        **config.override_ddp_config,
-    }
-    ddp_config = cls(**options)
-    layout = _buffer_layout(piece, ddp_config) if ddp_config.use_distributed_optimizer else None
-    return distributed.DistributedDataParallel(
-        transformer, ddp_config, piece, disable_bucketing=index > 0, full_param_layout=layout
+    layout = _buffer_layout(piece, ddp) if ddp.use_distributed_optimizer else None
+    return import_megatron("distributed").DistributedDataParallel(
+        transformer, ddp, piece, disable_bucketing=index > 0, full_param_layout=layout
     )
 
 
-def _buffer_layout(piece: nn.Module, ddp_config: Any) -> Any:
+def _buffer_layout(piece: nn.Module, ddp: Any) -> Any:
     """Where parameters lie in the distributed optimizer's buffers: Megatron's own, with padding counted in.
 
     An embedding that two stages share has a bucket of its own. Megatron saves a buffer's optimizer state without what
@@ -62,7 +69,7 @@ def _buffer_layout(piece: nn.Module, ddp_config: Any) -> Any:
         [parameter for parameter in piece.parameters() if parameter.requires_grad],
         None,
         state.get_data_parallel_world_size(with_context_parallel=True),
-        ddp_config,
+        ddp,
         expert_data_parallel_world_size=state.get_expert_data_parallel_world_size(),
     )
     padded = {

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
-from difflib import get_close_matches
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -13,7 +11,7 @@ from torch.nn import functional
 
 from ostinato.workers.core.config import ModelConfig
 from ostinato.workers.megatron.architecture import Architecture
-from ostinato.workers.megatron.config import MegatronConfig
+from ostinato.workers.megatron.config import MegatronConfig, check_entries
 from ostinato.workers.megatron.errors import MegatronConfigError, TransformerEngineMissingError
 from ostinato.workers.megatron.parallel import import_megatron
 
@@ -40,17 +38,16 @@ def uses_transformer_engine(config: MegatronConfig) -> bool:
             "pip install 'transformer-engine[pytorch]', or set it to local"
         )
     chosen = installed if asked is None else asked == "transformer_engine"
-    needs = {
-        "megatron.sequence_parallel=True": config.sequence_parallel,
-        f"megatron.context_parallel_size={config.context_parallel_size}": config.context_parallel_size > 1,
-    }
-    for key, wanted in needs.items():
-        if wanted and not chosen:
+    for key, got, without in (
+        ("sequence_parallel", config.sequence_parallel, False),
+        ("context_parallel_size", config.context_parallel_size, 1),
+    ):
+        if got != without and not chosen:
             raise TransformerEngineMissingError(
-                f"{key}: needs TransformerEngine, whose layers are {'not chosen' if installed else 'not installed'}: "
+                f"megatron.{key}={got}: "
+                f"needs TransformerEngine, whose layers are not {'chosen' if installed else 'installed'}: "
                 "Megatron-Core's own norms know no sequence parallelism and its own attention no context parallelism. "
-                "pip install 'transformer-engine[pytorch]' (a GPU host), or set it to "
-                f"{'False' if 'sequence' in key else 1}"
+                f"pip install 'transformer-engine[pytorch]' (a GPU host), or set it to {without}"
             )
     if chosen:
         try:
@@ -132,19 +129,14 @@ def transformer_config(
 
 def _overrides(config: MegatronConfig, cls: type[Any]) -> dict[str, Any]:
     """The entries of TransformerConfig that the user sets, each with the type that Megatron wants."""
-    key, known, overrides = "megatron.override_transformer_config", {entry.name for entry in fields(cls)}, {}
-    for name, value in config.override_transformer_config.items():
-        if name not in known:
-            near = get_close_matches(name, sorted(known), n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            raise MegatronConfigError(f"{key}.{name}: Megatron's TransformerConfig has no such entry{hint}")
-        overrides[name] = value
-        if name == "attention_backend":
-            backends = import_megatron("transformer.enums").AttnBackend
-            if value not in (*backends, *backends.__members__):
-                names = ", ".join(backends.__members__)
-                raise MegatronConfigError(f"{key}.{name}: expected one of {names}, got {value!r}")
-            overrides[name] = backends.__members__.get(value, value)
+    key, overrides = "megatron.override_transformer_config", dict(config.override_transformer_config)
+    check_entries(key, overrides, cls)
+    if "attention_backend" in overrides:
+        value, backends = overrides["attention_backend"], import_megatron("transformer.enums").AttnBackend
+        if value not in (*backends, *backends.__members__):
+            names = ", ".join(backends.__members__)
+            raise MegatronConfigError(f"{key}.attention_backend: expected one of {names}, got {value!r}")
+        overrides["attention_backend"] = backends.__members__.get(value, value)
     return overrides
 
 
