@@ -33,8 +33,12 @@ def test_megatron_import_touches_no_device_and_no_engine():
 @pytest.mark.parametrize(
     ("entries", "text"),
     [
-        ({"tensor_model_parallel_size": 0}, "megatron.tensor_model_parallel_size: expected at least 1, got 0"),
-        ({"expert_tensor_parallel_size": 0}, "megatron.expert_tensor_parallel_size: expected at least 1"),
+        ({"tensor_model_parallel_size": 0}, "megatron.tensor_model_parallel_size: expected .* at least 1, got 0"),
+        ({"context_parallel_size": None}, "megatron.context_parallel_size: expected .* at least 1, got None"),
+        ({"pipeline_model_parallel_size": "2"}, "megatron.pipeline_model_parallel_size: .*, got '2'"),
+        ({"expert_model_parallel_size": 2.0}, "megatron.expert_model_parallel_size: .*, got 2.0"),
+        ({"tensor_model_parallel_size": True}, "megatron.tensor_model_parallel_size: .*, got True"),
+        ({"expert_tensor_parallel_size": 0}, "megatron.expert_tensor_parallel_size: .* at least 1, or null, got 0"),
         ({"dtype": "fp8"}, "megatron.dtype: expected one of auto, fp32, bf16"),
         ({"override_transformer_config": {"sequence_parallel": True}}, "use megatron.sequence_parallel"),
         ({"override_transformer_config": {"calculate_per_token_loss": False}}, "leave it out"),

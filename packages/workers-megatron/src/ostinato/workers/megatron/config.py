@@ -76,10 +76,11 @@ class MegatronConfig:
         Raises:
             MegatronConfigError: A value cannot be used; the text names the key.
         """
-        for name in ("tensor", "pipeline", "virtual_pipeline", "expert"):
-            _at_least_one(self, f"{name}_model_parallel_size")
-        for name in ("context_parallel_size", "expert_tensor_parallel_size"):
-            _at_least_one(self, name)
+        for name, value in self.sizes.items():
+            optional = name in ("virtual_pipeline_model_parallel_size", "expert_tensor_parallel_size")
+            if not (type(value) is int and value >= 1) and not (optional and value is None):
+                expected = "a whole number, at least 1" + (", or null" if optional else "")
+                raise MegatronConfigError(f"megatron.{name}: expected {expected}, got {value!r}")
         if self.dtype not in DTYPES:
             raise MegatronConfigError(f"megatron.dtype: expected one of {', '.join(DTYPES)}, got {self.dtype!r}")
         implementation = self.override_transformer_config.get("transformer_impl", "local")
@@ -112,12 +113,6 @@ class MegatronConfig:
             "expert_tensor_parallel_size",
         )
         return {name: getattr(self, name) for name in names}
-
-
-def _at_least_one(config: MegatronConfig, name: str) -> None:
-    value = getattr(config, name)
-    if value is not None and value < 1:
-        raise MegatronConfigError(f"megatron.{name}: expected at least 1, got {value}")
 
 
 def as_megatron_config(value: MegatronConfig | Mapping[str, Any] | None) -> MegatronConfig:
