@@ -118,10 +118,17 @@ def test_ppo_preflight_too_few_prompts_for_a_step(make):
     assert "31 prompts" in found["data.train_batch_size"]
 
 
+def spread(ranks: int) -> dict[str, object]:
+    return {f"{ROLLOUT}.tensor_model_parallel_size": ranks, f"{ROLLOUT}.name": "vllm"}
+
+
 @pytest.mark.parametrize(
     ("changes", "key", "text"),
     [
-        ({f"{ROLLOUT}.tensor_model_parallel_size": 3}, f"{ROLLOUT}.tensor_model_parallel_size", "does not divide"),
+        ({**spread(3), f"{ROLLOUT}.name": "hf"}, f"{ROLLOUT}.tensor_model_parallel_size", "set it to 1"),
+        (spread(3), f"{ROLLOUT}.tensor_model_parallel_size", "does not divide the ranks"),
+        ({**spread(3), "trainer.n_gpus_per_node": 1}, f"{ROLLOUT}.tensor_model_parallel_size", "= 1 ranks; 1 would"),
+        ({**spread(4), "trainer.n_gpus_per_node": 6}, f"{ROLLOUT}.tensor_model_parallel_size", "= 6 ranks; 1, 2 would"),
         (
             {f"{ACTOR}.fsdp_config": {"fsdp_size": 3}, "trainer.n_gpus_per_node": 4},
             f"{ACTOR}.fsdp_config.fsdp_size",
@@ -151,9 +158,9 @@ def test_ppo_preflight_local_backend_has_no_room_for_a_second_pool(make, tmp_pat
 
 @pytest.mark.parametrize(("tp", "fits"), [(2, True), (4, True), (8, False)])
 def test_ppo_preflight_heads_divide_over_tensor_parallel_ranks(tp, fits, make):
-    wanted = {f"{ROLLOUT}.tensor_model_parallel_size": tp, f"{ROLLOUT}.name": "sglang"}
-    found = faults(make(**{"trainer.n_gpus_per_node": 8, **wanted}))
+    found = faults(make(**{"trainer.n_gpus_per_node": 8, **spread(tp)}))
     assert (f"{ROLLOUT}.tensor_model_parallel_size" not in found) == fits
+    assert fits or "1, 2, 4 would" in found[f"{ROLLOUT}.tensor_model_parallel_size"]
 
 
 @pytest.mark.parametrize(("size", "fits"), [(2, True), (4, True), (3, False), (8, False)])

@@ -128,10 +128,20 @@ def test_ppo_preflight_pad_token(make, tmp_path):
 
 def test_ppo_preflight_lengths_fit_the_model(make, tmp_path):
     key = "data.max_response_length"
-    assert "4097 tokens" in faults(make(**{"data.max_prompt_length": 4096, key: 1}))[key]
+    assert "4097 tokens" in (text := faults(make(**{"data.max_prompt_length": 4096, key: 1}))[key])
+    assert text.endswith("has 4096 positions; prompts of 4095 leave room for one")
+    assert faults(make(**{"data.max_prompt_length": 96, key: 4001}))[key].endswith("4096 positions; 4000 works")
     assert faults(make(**{"data.max_prompt_length": 4095, key: 1})) == {}
     widened = {"actor_rollout_ref.model.override_config": {"max_position_embeddings": 5000}}
     assert faults(make(**{"data.max_prompt_length": 4096, key: 1, **widened})) == {}
+
+
+def test_ppo_preflight_longest_sequence_fits_the_model(make):
+    """An engine refuses it too, but when the actor's weights have been loaded."""
+    found = faults(make(**{f"{ROLLOUT}.max_model_len": 4097}))
+    assert "4097 tokens are more than the 4096 positions" in found[f"{ROLLOUT}.max_model_len"]
+    assert "4096 works, and null is" in found[f"{ROLLOUT}.max_model_len"]
+    assert faults(make(**{f"{ROLLOUT}.max_model_len": 4096})) == {}
 
 
 def test_ppo_preflight_rollout_widths_follow_the_data(make):

@@ -100,7 +100,7 @@ def examine(config: PpoConfig) -> Checked:
         look_at(checked)
     for look_at in (files.data, files.models, files.reward_function, files.run_folder):
         look_at(checked)
-    for look_at in (_heads, _lengths, megatron):  # these need the model's own numbers
+    for look_at in (_engines, _heads, _lengths, megatron):  # these need the model's own numbers
         look_at(checked)
     files.absolute_paths(checked)
     return checked
@@ -277,19 +277,14 @@ def sections(checked: Checked) -> Iterator[tuple[str, Any, int]]:
         yield "reward_model", reward, own
 
 
+def _ranks(config: PpoConfig) -> str:
+    per_node, nodes = config.trainer.n_gpus_per_node, config.trainer.nnodes
+    return f"trainer.n_gpus_per_node={per_node} × trainer.nnodes={nodes} = {config.world_size} ranks"
+
+
 def _parallel(checked: Checked) -> None:
     config = checked.config
-    world, rollout, trainer = config.world_size, config.actor_rollout_ref.rollout, config.trainer
-    shape = f"trainer.n_gpus_per_node={trainer.n_gpus_per_node} × trainer.nnodes={trainer.nnodes} = {world} ranks"
-    tp, key = rollout.tensor_model_parallel_size, f"{ROLLOUT}.tensor_model_parallel_size"
-    if tp > 1 and rollout.name == "hf":
-        checked.refuse(
-            key, f"the hf engine runs on one rank, got {tp}; set it to 1, or take vllm or sglang", f"{ROLLOUT}.name"
-        )
-    if world % tp:
-        checked.refuse(key, f"{tp} does not divide the ranks: {shape}", "trainer.n_gpus_per_node", "trainer.nnodes")
-    elif trainer.n_gpus_per_node % tp:
-        checked.warn(key, f"an engine of {tp} ranks spans nodes ({trainer.n_gpus_per_node} a node), which is slow")
+    world, trainer, shape = config.world_size, config.trainer, _ranks(config)
     reward = config.reward_model
     for role, section, ranks in sections(checked):
         size, shared = section.fsdp_config.fsdp_size, section.ulysses_sequence_parallel_size
@@ -314,27 +309,40 @@ def _validation(checked: Checked) -> None:
         checked.refuse("data.val_files", f"no file is given, and trainer.{asking[0]} asks for validation")
 
 
+def _engines(checked: Checked) -> None:
+    config, actor, key = checked.config, checked.models.get("actor"), f"{ROLLOUT}.tensor_model_parallel_size"
+    world, tp = config.world_size, config.actor_rollout_ref.rollout.tensor_model_parallel_size
+    fitting = [n for n in range(1, min(tp, world) + 1) if world % n == 0 and (actor is None or _fits_heads(actor, n))]
+    if tp > 1 and config.actor_rollout_ref.rollout.name == "hf":
+        text = f"the hf engine runs on one rank, got {tp}; set it to 1, or take vllm or sglang"
+        checked.refuse(key, text, f"{ROLLOUT}.name")
+    elif tp not in fitting:
+        reason = f"does not divide the ranks: {_ranks(config)}" if world % tp or actor is None else _misfit(actor)
+        text = f"{tp} {reason}; {', '.join(map(str, fitting))} would"
+        checked.refuse(key, text, "trainer.n_gpus_per_node", "trainer.nnodes")
+    elif config.trainer.n_gpus_per_node % tp:
+        per_node = config.trainer.n_gpus_per_node
+        checked.warn(key, f"an engine of {tp} ranks spans nodes ({per_node} a node), which is slow")
+
+
 def _heads(checked: Checked) -> None:
     for role, section, _ in sections(checked):
         model = checked.models.get("actor" if role.startswith("actor_rollout_ref") else role)
         size = section.ulysses_sequence_parallel_size
-        if model is None or not model.num_heads or size == 1:
-            continue
-        heads, kv_heads = model.num_heads, model.num_kv_heads or model.num_heads
-        fitting = [n for n in range(1, heads + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]
-        if size not in fitting:
-            text = f"{size} does not fit the {heads} attention heads and {kv_heads} key/value heads of {model.folder}"
-            checked.refuse(f"{role}.{ULYSSES}", f"{text}; {', '.join(map(str, fitting))} would")
-    tp, actor = checked.config.actor_rollout_ref.rollout.tensor_model_parallel_size, checked.models.get("actor")
-    if actor is None or tp == 1 or not actor.num_heads:
-        return
-    key, kv_heads = f"{ROLLOUT}.tensor_model_parallel_size", actor.num_kv_heads or actor.num_heads
-    if actor.num_heads % tp:
-        checked.refuse(key, f"{tp} does not divide the {actor.num_heads} attention heads of {actor.folder}")
-    elif kv_heads % tp and tp % kv_heads:
-        checked.refuse(
-            key, f"{tp} neither divides nor is a multiple of the {kv_heads} key/value heads of {actor.folder}"
-        )
+        if model is not None and not _fits_heads(model, size):
+            fitting = [str(n) for n in range(1, (model.num_heads or 1) + 1) if _fits_heads(model, n)]
+            checked.refuse(f"{role}.{ULYSSES}", f"{size} {_misfit(model)}; {', '.join(fitting)} would")
+
+
+def _fits_heads(model: ModelFacts, ranks: int) -> bool:
+    """Whether a model's attention can be spread over so many ranks, as far as its heads are known."""
+    heads, kv_heads = model.num_heads or ranks, model.num_kv_heads or model.num_heads or ranks
+    return heads % ranks == 0 and (kv_heads % ranks == 0 or ranks % kv_heads == 0)
+
+
+def _misfit(model: ModelFacts) -> str:
+    kv_heads = model.num_kv_heads or model.num_heads
+    return f"does not fit the {model.num_heads} attention heads and {kv_heads} key/value heads of {model.folder}"
 
 
 def _lengths(checked: Checked) -> None:
@@ -348,12 +356,17 @@ def _lengths(checked: Checked) -> None:
             differs = f"{getattr(rollout, width)} differs from data.{source}={getattr(data, source)}"
             checked.refuse(f"{ROLLOUT}.{width}", f"{differs}; leave it out, it follows that", f"data.{source}")
     for role, model in checked.models.items():
-        if model.max_positions is not None and total > model.max_positions:
+        most = model.max_positions
+        if most is not None and total > most:
+            works = f"{most - prompt} works" if prompt < most else f"prompts of {most - 1} leave room for one"
             checked.refuse(
                 "data.max_response_length",
-                f"{text} tokens, but the {role}'s model {model.folder} has {model.max_positions} positions",
+                f"{text} tokens, but the {role}'s model {model.folder} has {most} positions; {works}",
                 "data.max_prompt_length",
             )
+        if role == "actor" and most is not None and (longest := rollout.max_model_len or 0) > most:
+            beyond = f"{longest} tokens are more than the {most} positions of {model.folder}"
+            checked.refuse(f"{ROLLOUT}.max_model_len", f"{beyond}; {most} works, and null is {total}")
     if rollout.max_model_len is not None and rollout.max_model_len < total:
         checked.warn(f"{ROLLOUT}.max_model_len", f"{rollout.max_model_len} tokens cut responses short: {text}")
     budget = config.actor_rollout_ref.actor.update_limit.max_tokens
