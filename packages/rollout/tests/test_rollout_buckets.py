@@ -98,4 +98,15 @@ def test_checksum_of_any_layout_and_of_nothing():
     assert checksum(x.t()) == checksum(x.t().contiguous())
     assert checksum(torch.empty(0)) == 0
     assert checksum(torch.zeros(3)) != checksum(torch.zeros(4))
-    assert checksum(torch.tensor([0.0])) != checksum(torch.tensor([-0.0]))
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2]
+)
+def test_checksum_takes_zeros_of_either_sign_for_one(dtype):
+    zeros = torch.tensor([0.0, -0.0, 1.0]).to(dtype)
+    assert checksum(zeros) == checksum(zeros.abs() if dtype.itemsize > 1 else torch.tensor([0.0, 0.0, 1.0]).to(dtype))
+    assert checksum(zeros) != checksum(torch.tensor([0.0, -0.0, -1.0]).to(dtype))
+    assert bool(zeros.float().signbit()[1]), "the tensor itself stays as it is"
+    lowest = torch.tensor([torch.iinfo(torch.int16).min], dtype=torch.int16)
+    assert checksum(lowest) != checksum(lowest * 0), "an integer has no second zero"

@@ -99,6 +99,14 @@ def test_vllm_stale_tied_head_is_caught(engines: MakeRollout, engine: Any, setti
         raise AssertionError("a stale head was accepted")
 
 
+def test_vllm_holds_negative_zeros(engine: Any, tmp_path):
+    """A CPU build tells a weight as a product, which has lost the sign of a zero; that is no change of a weight."""
+    module = save_tiny_model(tmp_path, eos_token_id=None)
+    module.model.layers[0].mlp.down_proj.weight.data[::2] = -0.0
+    with reshard(ModuleWeights(module), engine, check=True):
+        pass
+
+
 def test_vllm_an_interrupted_call_leaves_nothing_behind(engine: Any, setting: Setting, monkeypatch):
     """What stops a call half way (Ctrl-C, a full device) must not be answered by the next one."""
     _, module = setting.model()

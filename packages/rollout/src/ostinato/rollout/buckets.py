@@ -93,6 +93,8 @@ def buckets(
 def checksum(tensor: torch.Tensor) -> int:
     """A 64-bit number that depends on every bit of a tensor and on its place; equal tensors give equal numbers.
 
+    The sign of a zero does not count: a weight that an engine tells by a product with it has none.
+
     sum_i (bits_i + 1) * (i * g + 1) modulo 2**64, with an odd constant g. Exact on every device, unlike a float sum.
 
     Args:
@@ -100,9 +102,12 @@ def checksum(tensor: torch.Tensor) -> int:
     """
     flat = tensor.detach().contiguous().view(-1)
     bits = flat.view(torch.uint8 if flat.dtype is torch.bool else _INT_VIEWS[flat.element_size()])
+    negative_zero = torch.full((), -0.0, dtype=flat.dtype).view(bits.dtype).item() if flat.is_floating_point() else None
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
     for start in range(0, bits.numel(), _CHECKSUM_BLOCK):
         block = bits[start : start + _CHECKSUM_BLOCK].to(torch.int64)
+        if negative_zero is not None:
+            block = block.masked_fill(block == negative_zero, 0)
         places = torch.arange(start, start + block.numel(), dtype=torch.int64, device=bits.device)
         total += ((block + 1) * (places * _MIX + 1)).sum()
     return int(total)
