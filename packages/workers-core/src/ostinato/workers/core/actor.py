@@ -141,7 +141,7 @@ class ActorRolloutRefWorker(SavedWorker):
         also = self.config.actor.sum_pi_squared
         mfu = self._need(self._mfu, "compute_log_prob", "actor")
         with mfu.measured():
-            result = self._score(actor, batch, limit, entropy=True, sum_pi_squared=also)
+            result = self._score(actor, batch, limit, "old_log_prob", entropy=True, sum_pi_squared=also)
         if result is None:
             return DataProto.from_dict()
         assert batch.batch is not None, "scored rows have tensor columns"
@@ -177,9 +177,9 @@ class ActorRolloutRefWorker(SavedWorker):
         limit = self.config.ref.log_prob_limit
         if self._shares_reference:
             actor = self._need(self._actor, "compute_ref_log_prob", "ref")
-            result = self._score(actor, batch, limit, adapter=False)
+            result = self._score(actor, batch, limit, "ref", adapter=False)
         else:
-            result = self._score(self._need(self._ref, "compute_ref_log_prob", "ref"), batch, limit)
+            result = self._score(self._need(self._ref, "compute_ref_log_prob", "ref"), batch, limit, "ref")
         return DataProto.from_dict() if result is None else DataProto.from_dict({"ref_log_prob": result["log_probs"]})
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, reads=TRAINING, requires=TRAINING[:5])
@@ -196,7 +196,7 @@ class ActorRolloutRefWorker(SavedWorker):
         assert self._objective is not None, "an actor has an objective"
         config = self.config.actor
         mfu = self._need(self._mfu, "update_actor", "actor")
-        with actor.training(), mfu.measured():
+        with actor.training(), actor.peaks.during("update_actor"), mfu.measured():
             metrics = update(
                 actor.engine,
                 batch,
@@ -211,6 +211,8 @@ class ActorRolloutRefWorker(SavedWorker):
         metrics |= (
             mfu.metrics("actor", batch, config.ppo_epochs) | memory_metrics(actor.engine.device) | memory.metrics()
         )
+        for part in (actor, self._ref):
+            metrics |= part.peaks.metrics() if part is not None else {}
         if config.use_kl_loss:
             metrics["actor/kl_coef"] = Metric.mean(config.kl_loss_coef)
         return DataProto.from_dict(meta_info={"metrics": metrics})
@@ -256,9 +258,9 @@ class ActorRolloutRefWorker(SavedWorker):
         parts = self.policy_role.split("_")
         return "actor" in parts and "ref" in parts and self.config.model.lora_rank > 0
 
-    def _score(self, part: Residency, batch: DataProto, limit: BatchLimit, **asked: bool) -> Outputs | None:
+    def _score(self, part: Residency, batch: DataProto, limit: BatchLimit, phase: str, **asked: bool) -> Outputs | None:
         packer = partial(pack, temperature=self.config.rollout.temperature, device=part.engine.device)
-        return scored(part, batch, packer, log_probs_of, limit, **asked)
+        return scored(part, batch, packer, log_probs_of, limit, phase=phase, **asked)
 
     def _saved(self, method: str) -> RoleCheckpoint:
         return self._need(self._checkpoint, method, "actor")

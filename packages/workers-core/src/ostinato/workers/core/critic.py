@@ -65,7 +65,8 @@ class CriticWorker(SavedWorker):
         """
         critic = self._built("compute_values")
         packer = partial(pack, device=critic.engine.device)
-        return DataProto.from_dict(scored(critic, batch, packer, values_as("values"), self.config.forward_limit))
+        read = values_as("values")
+        return DataProto.from_dict(scored(critic, batch, packer, read, self.config.forward_limit, phase="values"))
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, reads=TRAINING, requires=TRAINING[:-1])
     def update_critic(self, batch: DataProto) -> DataProto:
@@ -79,7 +80,7 @@ class CriticWorker(SavedWorker):
         """
         critic, config = self._built("update_critic"), self.config
         assert self._mfu is not None, "made together with the engine"
-        with critic.training(), self._mfu.measured():
+        with critic.training(), critic.peaks.during("update_critic"), self._mfu.measured():
             metrics = update(
                 critic.engine,
                 batch,
@@ -89,6 +90,7 @@ class CriticWorker(SavedWorker):
                 limit=config.update_limit,
             )
         metrics |= self._mfu.metrics("critic", batch, config.ppo_epochs) | memory_metrics(critic.engine.device)
+        metrics |= critic.peaks.metrics()
         return DataProto.from_dict(meta_info={"metrics": metrics})
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

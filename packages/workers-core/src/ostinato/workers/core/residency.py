@@ -11,6 +11,7 @@ from contextlib import contextmanager
 
 from ostinato.workers.core.config import EngineChoice
 from ostinato.workers.core.engine import TrainEngine
+from ostinato.workers.core.memory import PeakMemory
 
 
 class Residency:
@@ -21,6 +22,7 @@ class Residency:
         choice: the role's section; names the engine and holds the flags.
         param_offload: parameters lie on the host between phases.
         optimizer_offload: optimizer state lies on the host between phases.
+        peaks: the most memory that the engine's phases need.
     """
 
     def __init__(self, engine: TrainEngine, choice: EngineChoice) -> None:
@@ -28,6 +30,7 @@ class Residency:
         self.choice = choice
         self.param_offload = choice.param_offload
         self.optimizer_offload = choice.optimizer_offload
+        self.peaks = PeakMemory(engine.device)
 
     @contextmanager
     def training(self) -> Iterator[None]:

@@ -71,4 +71,4 @@ class RewardModelWorker(Worker):
             raise RoleError("compute_rm_score: the reward model is not built; call init_model first")
         packer = partial(pack_last, device=self._residency.engine.device)
         read = values_as("token_level_scores")
-        return DataProto.from_dict(scored(self._residency, batch, packer, read, self.config.limit))
+        return DataProto.from_dict(scored(self._residency, batch, packer, read, self.config.limit, phase="reward"))

@@ -33,13 +33,15 @@ def scored(
     packer: Packer,
     read: Reader,
     limit: BatchLimit,
+    *,
+    phase: str,
     **asked: bool,
 ) -> Outputs | None:
     """Bring the parameters to the device and run `token_columns` in micro-batches under a limit.
 
-    `asked` is what `TrainEngine.forward` is asked for.
+    `asked` is what `TrainEngine.forward` is asked for; `phase` is what its peak of memory is called.
     """
-    with part.inference():
+    with part.inference(), part.peaks.during(phase):
         return token_columns(part.engine, batch, packer, read, plan=planned(part.engine, batch, limit), **asked)
 
 
