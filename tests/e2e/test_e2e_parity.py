@@ -1,4 +1,4 @@
-"""The same seeds give the same numbers in this process, on Ray, and on one or two ranks."""
+"""The same seeds give the same numbers in this process, on Ray, on one rank, and on two that share rows or tokens."""
 
 from __future__ import annotations
 
@@ -53,6 +53,10 @@ def test_parity_of_backends_and_world_sizes(monkeypatch, toy, tmp_path, ray_sess
         "ray": {"trainer.backend": "ray"},
         "ray, two ranks": {"trainer.backend": "ray", "trainer.n_gpus_per_node": 2},
     }
+    if algorithm == "gae":  # actor, reference and critic, each with its tokens on both ranks
+        roles = ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic")
+        shared = {f"{role}.ulysses_sequence_parallel_size": 2 for role in roles}
+        runs["ray, two ranks that share sequences"] = {**runs["ray, two ranks"], **shared}
     results = {
         name: first_step(monkeypatch, toy, tmp_path / str(index), **options, **more)
         for index, (name, more) in enumerate(runs.items())

@@ -76,12 +76,13 @@ def test_export_of_a_mixture_of_experts_is_what_transformers_reads(tmp_path):
     assert all(torch.equal(loaded[name], weight) for name, weight in original.state_dict().items())
 
 
-def test_saved_weights_of_an_adapter_come_merged(workspace, tmp_path):
+@pytest.mark.parametrize(("name", "head"), [("lm", "lm"), ("tied", "lm"), ("tied", "value")])
+def test_saved_weights_of_an_adapter_come_merged(workspace, tmp_path, name, head):
     pytest.importorskip("peft")
-    driver = start(fsdp(), workspace / "lm", lora_rank=4)
+    driver = start(fsdp(), workspace / name, head=head, lora_rank=4)
     driver.train(make_rows(2, seed=1))
     driver.engine.save(tmp_path)
-    source = SavedWeights(tmp_path, ModelConfig(path=str(workspace / "lm"), lora_rank=4), "lm")
+    source = SavedWeights(tmp_path, ModelConfig(path=str(workspace / name), lora_rank=4), head)
     live = driver.engine.weight_source(torch.float32)
     assert source.specs() == live.specs()
     for (name, weight), (_, expected) in zip(source.weights(), live.weights(), strict=True):
