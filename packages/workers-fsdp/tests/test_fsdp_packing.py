@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, MixtralConfig, OPTConfig
 
 from ostinato.workers.core.config import ModelConfig
 from ostinato.workers.core.microbatch import pack
@@ -102,22 +102,32 @@ def test_temperature_divides_logits(workspace):
     torch.testing.assert_close(cold.log_probs, warm.log_probs, rtol=1e-5, atol=1e-5)
 
 
-def test_dropout_is_off_in_training(workspace):
-    """Two forward passes with the same weights give the same numbers: an unchanged policy has a ratio of exactly 1."""
-    engine = fsdp()(
-        head="value",
-        model=ModelConfig(path=str(workspace / "lm"), override_config={"attention_dropout": 0.5}),
-        optim=None,
-        trainable=True,
-    )
+SIZES = {"vocab_size": 96, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+RANDOM = {
+    "opt": OPTConfig(**SIZES, ffn_dim=24, word_embed_proj_dim=16, dropout=0.5, layerdrop=0.5),
+    "mixtral": MixtralConfig(
+        **SIZES, intermediate_size=24, num_key_value_heads=1, num_local_experts=2, router_jitter_noise=0.5
+    ),
+}
+"""Models that are random in training, and not by a module of their own that could be switched off."""
+
+
+@pytest.mark.parametrize("name", ["lm", *RANDOM])
+def test_nothing_is_random_in_training(workspace, tmp_path, name):
+    """A pass with gradients gives the numbers of one without: an unchanged policy has a ratio of exactly 1."""
+    model = ModelConfig(path=str(workspace / name), override_config={"attention_dropout": 0.5})
+    if name in RANDOM:
+        AutoModelForCausalLM.from_config(RANDOM[name]).save_pretrained(tmp_path)
+        model = ModelConfig(path=str(tmp_path))
+    engine = fsdp()(head="value" if name == "lm" else "lm", model=model, optim=None, trainable=True)
     engine.build()
-    packed = [pack(make_rows(2, seed=4))]
-    seen = []
+    packed, seen = [pack(make_rows(2, seed=4))], []
 
     def loss(outputs, rows):
-        seen.append(outputs.values.detach().clone())
-        return outputs.values.sum(), None
+        answers = outputs.log_probs if outputs.values is None else outputs.values
+        seen.append(answers.detach().clone())
+        return answers.sum(), None
 
+    engine.forward(packed, loss)
     engine.forward_backward(packed, loss)
-    engine.forward_backward(packed, loss)
-    torch.testing.assert_close(seen[0], seen[1], rtol=0, atol=0)
+    assert torch.equal(seen[0], seen[1])

@@ -40,19 +40,27 @@ from ostinato.workers.fsdp.ulysses import check_model
 
 logger = logging.getLogger(__name__)
 
+_RANDOM = ("drop", "jitter")
+"""What the names of a config's entries contain that make training random."""
+
 _CLASSIFIER_ENDINGS = ("ForSequenceClassification", "ForTokenClassification", "RewardModel")
 
 
 def read_config(model: ModelConfig, head: Head) -> PretrainedConfig:
     """The folder's model config with `override_config` applied.
 
-    A value head has one label, and no dropout: dropout between two forward passes of the same weights would make the
-    probability ratio of an unchanged policy differ from 1.
+    Nothing in it is random in training (dropout, skipped layers, noise on a router's input): between two forward passes
+    of the same weights that would make the probability ratio of an unchanged policy differ from 1. A value head has one
+    label.
     """
     if not model.path:
         raise ModelLoadError("model.path: expected a Hugging Face folder or name, got nothing.")
     config = read_model_config(model.path, model.override_config, trust_remote_code=model.trust_remote_code)
     config.use_cache = False
+    for part in (config, config.get_text_config()):
+        for name, value in list(vars(part).items()):
+            if isinstance(value, float) and any(word in name for word in _RANDOM):
+                setattr(part, name, 0.0)
     if head == "value":
         if any(name.endswith(_CLASSIFIER_ENDINGS) for name in config.architectures or ()) and config.num_labels != 1:
             raise ModelLoadError(
@@ -85,7 +93,7 @@ def _auto_class(head: Head) -> Any:
 
 
 def _finish_head(module: nn.Module, config: PretrainedConfig) -> None:
-    """Drop the value head's bias, which only folders of token classifiers hold, and every dropout."""
+    """Drop the value head's bias, which only folders of token classifiers hold, and dropout that no config names."""
     score = getattr(module, "score", None)
     if isinstance(score, nn.Linear) and not any(
         name.endswith("ForTokenClassification") for name in config.architectures or ()
@@ -94,8 +102,6 @@ def _finish_head(module: nn.Module, config: PretrainedConfig) -> None:
     for child in module.modules():
         if isinstance(child, nn.Dropout):
             child.p = 0.0
-        elif isinstance(getattr(child, "attention_dropout", None), float):
-            setattr(child, "attention_dropout", 0.0)  # noqa: B010 (a plain number, which nn.Module's stub does not know)
 
 
 def _in_dtype(config: PretrainedConfig, dtype: torch.dtype) -> PretrainedConfig:
