@@ -117,6 +117,16 @@ def test_prompts_refuse_padding_that_is_not_on_the_left(mask):
         check_prompts(prompts)
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8])
+def test_prompts_refuse_tokens_that_the_model_lacks(dtype):
+    """Of any kind of integer that the column may be, some of which cannot even hold the model's number of tokens."""
+    prompts = make_prompts([[5, 6], [7]])
+    prompts.batch["input_ids"] = prompts.batch["input_ids"].to(dtype)
+    assert check_prompts(prompts, vocab_size=1 << 17).tolist() == [2, 1]
+    with pytest.raises(PromptError, match=r"row 0 holds the token 6, expected 0 to 5, the model's own; 2 of 2 rows"):
+        check_prompts(prompts, vocab_size=6)
+
+
 def test_prompts_refuse_what_fills_the_context():
     assert check_prompts(PROMPTS, 4).tolist() == [2, 3]
     with pytest.raises(PromptError, match="fewer than 3 tokens"):

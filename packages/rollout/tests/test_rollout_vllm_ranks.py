@@ -39,7 +39,8 @@ assert rollout.specs()["lm_head.weight"].shape == (512, 128) and local["lm_head.
 told = (path / f"told-{rank}").open("w")  # vLLM writes to the standard output
 
 def tell(*what):
-    print(*what, file=told, flush=True)
+    tell.last = " ".join(map(str, what))
+    print(tell.last, file=told, flush=True)
 
 def answers(module, *prompts, temperature):
     rows = rollout.generate(make_prompts(list(prompts)), SamplingParams(temperature=temperature, eos_token_ids=()))
@@ -70,14 +71,20 @@ with reshard(ModuleWeights(second), rollout, bucket_megabytes=1):
         tell(error)
     tell(answers(second, [5, 6], [7], temperature=0))
 rollout.close()
-tell("closed")
+torch.distributed.destroy_process_group()
+if rank == 0:  # vLLM would hold on to the groups of before
+    rollout = build_rollout(setting.config(response_length=4), model_path=model)
+    with reshard(ModuleWeights(second), rollout):
+        assert tell.last == str(answers(second, [5, 6], [7], temperature=0))
+    rollout.close()
 """
 
 
 def test_vllm_two_ranks_share_an_engine(tmp_path: Path):
     """H-53: full tensors go into sharded parameters and the answers are the model's own, alike on both ranks.
 
-    After new weights too, after a load that was broken off, and after prompts that were refused.
+    After new weights too, after a load that was broken off, and after prompts that were refused. When the ranks' group
+    has ended, a process can have another engine.
     """
     (tmp_path / "ranks.py").write_text(TWO_RANKS)
     words = [sys.executable, str(tmp_path / "ranks.py")]
@@ -91,8 +98,8 @@ def test_vllm_two_ranks_share_an_engine(tmp_path: Path):
     assert [process.returncode for process in running] == [0, 0], [output[-3000:] for output in outputs]
     told = [(tmp_path / f"told-{rank}").read_text() for rank in range(2)]
     assert told[0] == told[1]
-    first, second, gone, refused, again, closed = told[0].splitlines()
+    first, second, gone, refused, again = told[0].splitlines()
     assert first != second
-    assert (gone, closed) == ("the source is gone", "closed")
+    assert gone == "the source is gone"
     assert "holds the token 600" in refused
     assert second.startswith(again)

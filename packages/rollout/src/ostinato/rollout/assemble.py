@@ -90,7 +90,7 @@ def check_prompts(prompts: DataProto, context_length: int | None = None, vocab_s
         expected = f"fewer than {context_length} tokens (max_model_len)"
         _refuse_rows(lengths >= context_length, lengths, expected, "Filter or cut prompts, or raise max_model_len.")
     if vocab_size is not None:
-        tokens = _tensor(prompts, "input_ids")
+        tokens = _tensor(prompts, "input_ids").long()
         unknown = mask & ((tokens < 0) | (tokens >= vocab_size))
         if bool(unknown.any()):
             row, place = unknown.nonzero()[0].tolist()

@@ -25,6 +25,7 @@ from ostinato.rollout.backends.vllm_versions import (
     build_environment,
     discard,
     exact_logits,
+    forget_lost_groups,
     keep_full_log_probs,
     keep_process_groups,
     layerwise_reload,
@@ -126,6 +127,7 @@ class VllmRollout(EngineAdapter):
         with build_environment(self._device, self._model_config):
             import vllm
 
+            forget_lost_groups()
             if self._device.type == "cpu":
                 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 

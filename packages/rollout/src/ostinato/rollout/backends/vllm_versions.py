@@ -73,6 +73,23 @@ def keep_process_groups(engine: Any) -> None:
         finalizer.detach()
 
 
+def forget_lost_groups() -> None:
+    """Let vLLM make its process groups anew where training's, under which it made them, has ended.
+
+    It keeps them for the life of the process: the second run of a process would be refused.
+    """
+    from vllm.distributed import parallel_state
+
+    world = parallel_state._WORLD
+    try:
+        if world is not None:
+            torch.distributed.get_group_rank(world.cpu_group, torch.distributed.get_rank())
+    except ValueError:
+        for name, value in list(vars(parallel_state).items()):
+            if isinstance(value, parallel_state.GroupCoordinator):
+                setattr(parallel_state, name, None)
+
+
 def layerwise_reload() -> tuple[Any, Any]:
     """How to begin and how to end a load into layers that keep their weights in a form of their own (a CPU build)."""
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
