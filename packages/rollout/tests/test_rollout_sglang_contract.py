@@ -17,7 +17,7 @@ import torch
 from ostinato.rollout import RolloutConfig, build_rollout
 from ostinato.rollout.errors import ConfigError, EngineStateError, GenerationError, WeightMismatchError
 from ostinato.rollout.reshard import reshard
-from ostinato.rollout.testing import ModuleWeights, Setting, make_prompts
+from ostinato.rollout.testing import ModuleWeights, Setting, make_prompts, save_tiny_model
 from ostinato.rollout.testing.conformance import (
     MODEL_CHECKS,
     PROTOCOL_CHECKS,
@@ -212,6 +212,13 @@ def test_sglang_options_on_a_gpu(setting: Setting, monkeypatch):
     assert rollout._manager.calls == ["start", ("release", "kv_cache", "cuda_graph"), ("release", "weights")]
 
 
+def test_sglang_on_a_cpu_has_a_cache_for_a_longest_sequence(setting: Setting, tmp_path):
+    save_tiny_model(tmp_path, max_position_embeddings=100_000)
+    make(setting.config(response_length=90_000), tmp_path)
+    assert Engine.made[-1]["max_total_tokens"] >= 90_008
+    assert Engine.made[-1]["context_length"] <= Engine.made[-1]["max_total_tokens"]
+
+
 @pytest.mark.parametrize(
     ("changes", "key", "works"),
     [
@@ -240,7 +247,7 @@ rank, path = int(sys.argv[1]), Path(sys.argv[2])
 from ostinato.rollout import build_rollout
 from ostinato.rollout.errors import EngineStateError
 from ostinato.rollout.reshard import reshard
-from ostinato.rollout.testing import ModuleWeights, Setting, make_prompts
+from ostinato.rollout.testing import ModuleWeights, Setting, make_prompts, save_tiny_model
 from ostinato.rollout.testing.sglang_stand_in import Engine, stand_in
 
 stand_in(pytest.MonkeyPatch())

@@ -197,6 +197,25 @@ def test_vllm_bad_input_is_refused_before_anything_is_built(changes, key, settin
     assert caught.value.key == f"actor_rollout_ref.rollout.{key}"
 
 
+@pytest.mark.skipif(GPU, reason="of a GPU it gets a share")
+@pytest.mark.parametrize(("tokens", "mebibytes"), [(100, 64), (100_000, 1024), (2_000_000, 1953)])
+def test_vllm_on_a_cpu_has_a_cache_for_a_longest_sequence(tokens, mebibytes, setting: Setting, tmp_path, monkeypatch):
+    """About 1 KiB a token here; room for many sequences is kept to 1 GiB, which one may exceed."""
+    import ostinato.rollout.backends.vllm as adapter
+
+    asked: list[int] = []
+
+    def build(_, arguments):
+        asked.append(arguments["kv_cache_memory_bytes"] >> 20)
+        raise InterruptedError
+
+    monkeypatch.setattr(adapter.VllmRollout, "_build", build)
+    save_tiny_model(tmp_path, max_position_embeddings=4_000_000)
+    with pytest.raises(InterruptedError):
+        build_rollout(setting.config(response_length=tokens, max_num_seqs=64), model_path=tmp_path)
+    assert mebibytes <= asked[0] <= mebibytes + 48
+
+
 @pytest.mark.skipif(GPU, reason="a GPU's kernels take them")
 def test_vllm_on_a_cpu_refuses_heads_of_16_before_it_is_built(setting: Setting, tmp_path: Path):
     """vLLM itself builds the engine and fails at the first prompt."""

@@ -132,8 +132,9 @@ class SglangRollout(EngineAdapter):
         if self._overrides:
             arguments["json_model_override_args"] = json.dumps(self._overrides)
         if not on_gpu:
-            places = min(config.max_num_seqs * (self._context_length + 8), 1 << 16)
-            return arguments | {"disable_overlap_schedule": True, "max_total_tokens": max(places, 1 << 12)}
+            longest = self._context_length + 8
+            places = max(longest, min(config.max_num_seqs * longest, 1 << 16), 1 << 12)
+            return arguments | {"disable_overlap_schedule": True, "max_total_tokens": places}
         static, free = self._check_device()
         if config.torch_dtype == torch.float32:
             raise ConfigError(

@@ -112,8 +112,9 @@ class VllmRollout(EngineAdapter):
             "distributed_executor_backend": "external_launcher" if spread else "uni",
         }
         if not on_gpu:
-            most = config.max_num_seqs * (-(-self._context_length // 128) + 1) * 128 * cache
-            arguments["kv_cache_memory_bytes"] = max(64 * MEBIBYTE, min(most, 1024 * MEBIBYTE))
+            longest = (-(-self._context_length // 128) + 1) * 128 * cache
+            most = min(config.max_num_seqs * longest, 1024 * MEBIBYTE)
+            arguments["kv_cache_memory_bytes"] = max(64 * MEBIBYTE, longest, most)
             return arguments
         self._check_device()
         arguments["gpu_memory_utilization"] = config.gpu_memory_utilization
