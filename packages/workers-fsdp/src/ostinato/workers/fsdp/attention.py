@@ -38,22 +38,28 @@ def choose_attention(module: nn.Module, requested: str | None) -> str:
     Args:
         module: The model, on any device.
         requested: `override_config.attn_implementation`; None leaves the choice to this function: `varlen` where the
-            model's attention is the plain one, else `sdpa`.
+            model's attention is the plain one, else `dense_attention`.
     """
     if requested is not None:
         return registered_name(requested)
-    return registered_name(VARLEN) if has_plain_attention(module) else "sdpa"
+    return registered_name(VARLEN) if has_plain_attention(module) else dense_attention(module)
+
+
+def dense_attention(module: nn.Module) -> str:
+    """The faster of the attentions with a mask that a model has; some have no `sdpa`, some have nothing to choose."""
+    return "sdpa" if getattr(module, "_supports_sdpa", False) else "eager"
 
 
 def has_plain_attention(module: nn.Module) -> bool:
     """Whether every layer's attention is causal softmax attention, at most with a sliding window."""
+    if not getattr(module, "_supports_flash_attn", False):
+        return False
     config: Any = module.config
     config = config.get_text_config()
     head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     kinds = set(getattr(config, "layer_types", None) or ())
     return (
-        bool(getattr(module, "_supports_flash_attn", False))
-        and getattr(config, "attn_logit_softcapping", None) is None
+        getattr(config, "attn_logit_softcapping", None) is None
         and getattr(config, "kv_lora_rank", None) is None
         and kinds <= {"full_attention", "sliding_attention"}
         and head_size <= KERNEL_WIDTH

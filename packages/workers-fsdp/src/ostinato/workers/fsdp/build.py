@@ -29,7 +29,7 @@ from ostinato.rollout.model_config import ATTENTION, read_model_config
 from ostinato.workers.core.config import ModelConfig
 from ostinato.workers.core.engine import Head
 from ostinato.workers.core.value_head import fresh_value_head
-from ostinato.workers.fsdp.attention import VARLEN, choose_attention, registered_name
+from ostinato.workers.fsdp.attention import VARLEN, choose_attention, dense_attention, registered_name
 from ostinato.workers.fsdp.config import FsdpConfig, torch_dtype
 from ostinato.workers.fsdp.errors import FsdpConfigError, ModelLoadError
 from ostinato.workers.fsdp.folder import Read, loose_tensors, open_folder
@@ -84,7 +84,7 @@ def set_attention(module: nn.Module, model: ModelConfig) -> None:
                 f"model.override_config.{ATTENTION}: {VARLEN} runs packed rows only; set model.use_remove_padding=True "
                 f"or {ATTENTION}=sdpa."
             )
-        requested = requested or "sdpa"
+        requested = requested or dense_attention(module)
     cast(PreTrainedModel, module).set_attn_implementation(choose_attention(module, requested))
 
 

@@ -21,6 +21,7 @@ from ostinato.workers.core.microbatch import PackedRows
 from ostinato.workers.core.optim import OptimConfig, lr_factor
 from ostinato.workers.fsdp import checkpoint
 from ostinato.workers.fsdp.activations import ActivationOffload
+from ostinato.workers.fsdp.apart import check_apart, known_apart
 from ostinato.workers.fsdp.build import build_module
 from ostinato.workers.fsdp.config import FsdpConfig
 from ostinato.workers.fsdp.errors import EngineStateError, FsdpConfigError
@@ -67,7 +68,7 @@ class FsdpEngine(ConfiguredEngine[FsdpConfig]):
 
         Raises:
             ProcessGroupMissingError: There is no default process group.
-            ModelLoadError: The folder does not hold such a model.
+            ModelLoadError: The folder does not hold such a model, or its packed rows would see each other.
             FsdpConfigError: The mesh does not fit the number of ranks.
         """
         if self._module is not None:
@@ -81,6 +82,8 @@ class FsdpEngine(ConfiguredEngine[FsdpConfig]):
         self._module, self._units = build_module(
             self._model_config, self._head, self._mesh, self._device, self._config, trainable=self._trainable
         )
+        if self._model_config.use_remove_padding and not known_apart(self._module):
+            check_apart(self._module, self._answers, self._device, self._config.compute_dtype(self._device))
         if self._optim_config is not None:
             fused = self._device.type == "cuda" and not self._config.offload_policy
             trained = [parameter for parameter in self._module.parameters() if parameter.requires_grad]
@@ -252,6 +255,15 @@ class FsdpEngine(ConfiguredEngine[FsdpConfig]):
             padded=not self._model_config.use_remove_padding,
             group=cast(Rows, self._rows).sequence,
         )
+
+    def _answers(self, packed: PackedRows) -> torch.Tensor:
+        """What the model says of the tokens of a micro-batch, (b, R)."""
+
+        def read(outputs: TokenOutputs, packed: PackedRows) -> torch.Tensor:
+            said = outputs.log_probs if self._head == "lm" else outputs.values
+            return packed.to_response(cast(torch.Tensor, said))
+
+        return self.forward([packed], read)[0]
 
     @property
     def _loss_scale(self) -> LossScale:
