@@ -49,7 +49,10 @@ def test_ppo_preflight_memory_plan(make):
     assert plans["critic"].total == pytest.approx(count * 16 / 2)
     assert plans["reference"].total == pytest.approx(count * 4 / 4)
     assert plans["rollout (vllm)"].total == pytest.approx(count * 2 / 2)
-    assert "GPU" in plan_text(checked)
+    assert "KV cache, within 50% of a GPU in all" in plan_text(checked)
+    embedded = plan_text(examine(make()))
+    assert "KV cache" in embedded
+    assert "of a GPU in all" not in embedded
 
 
 def test_ppo_preflight_memory_plan_of_an_adapter(make):

@@ -278,11 +278,13 @@ def _memory(checked: Checked) -> Iterator[tuple[str, str]]:
             parts += [f"gradients {_size(plan.gradients)}", f"optimizer {_size(plan.optimizer)}"]
         away = f"; {plan.offloaded} leave the device between turns" if plan.offloaded else ""
         yield "memory", f"{plan.role}: {_size(plan.total)} a rank ({', '.join(parts)}){away}"
-    share = checked.config.actor_rollout_ref.rollout.gpu_memory_utilization
-    yield (
-        "memory",
-        f"on top: activations and gathered layers; the engine's KV cache, within {share:.0%} of a GPU in all",
+    rollout = checked.config.actor_rollout_ref.rollout
+    cache = (
+        "the samples' KV cache, as long as they are drawn"
+        if rollout.name == "hf"
+        else f"the engine's KV cache, within {rollout.gpu_memory_utilization:.0%} of a GPU in all"
     )
+    yield "memory", f"on top: activations and gathered layers; {cache}"
 
 
 def _output(checked: Checked) -> Iterator[tuple[str, str]]:
