@@ -56,8 +56,8 @@ def check_apart(
     chunked = "chunked_attention" in (getattr(config, "layer_types", None) or ())
     if chunked or change > (LEAST if dtype == torch.float32 else LEAST_IN_HALF) * scale:
         raise ModelLoadError(
-            f"model.use_remove_padding=True: {type(module).__name__} does not keep packed rows apart: what it says "
-            f"of a row depends on the rows around it ({change:.1e}, where other rows differ by {scale:.1e}"
+            f"model.use_remove_padding=True: a {config.model_type} model does not keep packed rows apart: what it "
+            f"says of a row depends on the rows around it ({change:.1e}, where other rows differ by {scale:.1e}"
             f"{'; and its attention counts chunks from the first of all tokens' if chunked else ''}). Set "
             "model.use_remove_padding=False."
         )
