@@ -34,6 +34,7 @@ from ostinato.rollout.testing.conformance import (
     Check,
     check_aborted_rows,
     check_new_weights,
+    check_stale_cache,
 )
 from ostinato.rollout.testing.setting import MakeRollout
 
@@ -143,6 +144,15 @@ def test_vllm_recovers_from_weights_that_are_not_numbers(sampling, engine: Any, 
         assert len(engine.generate(prompts, SamplingParams(**sampling, eos_token_ids=()))) == 2
 
 
+def test_vllm_stale_cache_is_caught(engines: MakeRollout, setting: Setting, monkeypatch):
+    """H-51: with the cache of older weights vLLM answers and says nothing."""
+    import vllm
+
+    monkeypatch.setattr(vllm.LLM, "reset_prefix_cache", lambda *_, **__: True)
+    with pytest.raises(AssertionError):
+        check_stale_cache(engines, setting)
+
+
 def test_vllm_refuses_a_cache_of_older_weights_that_stays(engine: Any, setting: Setting, monkeypatch):
     """H-51: vLLM says so in its log alone, and goes on with it."""
     monkeypatch.setattr(engine._engine, "reset_prefix_cache", lambda: False)
@@ -248,7 +258,7 @@ setting = Setting("vllm", Path(tempfile.mkdtemp()), dtype=dtype, atol=atol, over
 rollout = build_rollout(setting.config(), model_path=setting.model()[0], device="cuda")
 awake = torch.cuda.mem_get_info()[0]
 # Other configurations and the untied model of a check need engines of their own, and one that sleeps fits.
-left_out = {"check_limits", "check_new_weights", "check_close"}
+left_out = {"check_limits", "check_new_weights", "check_stale_cache", "check_close"}
 if dtype != "float32":
     left_out |= {"check_prompt_lengths", "check_split", "check_left_padding"}
 for check in checks(setting):

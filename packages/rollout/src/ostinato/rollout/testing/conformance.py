@@ -19,7 +19,7 @@ from ostinato.rollout.base import Checksums
 from ostinato.rollout.config import SamplingParams
 from ostinato.rollout.errors import EngineStateError, PromptError
 from ostinato.rollout.reshard import reshard
-from ostinato.rollout.testing.models import ModuleWeights, make_prompts, oracle
+from ostinato.rollout.testing.models import ModuleWeights, make_prompts, oracle, responses, tensors
 from ostinato.rollout.testing.setting import MakeRollout, Setting, kept_engines
 
 if TYPE_CHECKING:
@@ -37,17 +37,6 @@ def _ready(make: MakeRollout, setting: Setting, *, tied: bool = True, **changes:
     path, module = setting.model(tied=tied)
     with reshard(ModuleWeights(module), make(setting.config(**changes), path), bucket_megabytes=1) as rollout:
         yield rollout
-
-
-def _tensors(rows: DataProto) -> dict[str, torch.Tensor]:
-    assert rows.batch is not None, "the output has no tensors"
-    return {str(name): tensor for name, tensor in rows.batch.items()}
-
-
-def _responses(rows: DataProto) -> list[list[int]]:
-    tensors = _tensors(rows)
-    lengths = tensors["response_mask"].sum(-1).tolist()
-    return [row[:n] for row, n in zip(tensors["responses"].tolist(), lengths, strict=True)]
 
 
 def _raises(error: type[Exception], call: Callable[[], Any], what: str) -> None:
@@ -75,18 +64,18 @@ def check_columns(make: MakeRollout, setting: Setting) -> None:
     with _ready(make, setting) as rollout:
         rows = rollout.generate(prompts, _DRAWN)
     assert set(rows.columns) == {*columns.ROLLOUT, "uid", "rollout_id"}
-    t = _tensors(rows)
+    t = tensors(rows)
     valid = t["attention_mask"][:, 8:]
     assert t["responses"].shape == (5, 12)
     for name in ("prompts", "responses", "input_ids", "attention_mask", "position_ids", "response_mask"):
         assert t[name].dtype == torch.int64, name
     assert t["rollout_log_probs"].dtype == torch.float32
-    assert torch.equal(t["prompts"], _tensors(prompts)["input_ids"]), "prompts come back as they went in"
+    assert torch.equal(t["prompts"], tensors(prompts)["input_ids"]), "prompts come back as they went in"
     assert torch.equal(t["input_ids"], torch.cat([t["prompts"], t["responses"]], -1))
-    assert torch.equal(t["attention_mask"][:, :8], _tensors(prompts)["attention_mask"])
+    assert torch.equal(t["attention_mask"][:, :8], tensors(prompts)["attention_mask"])
     assert torch.equal(t["response_mask"], valid), "every response token was sampled"
     assert bool((valid[:, :-1] >= valid[:, 1:]).all()), "responses are right-padded"
-    assert torch.equal(t["position_ids"][:, :8], _tensors(prompts)["position_ids"])
+    assert torch.equal(t["position_ids"][:, :8], tensors(prompts)["position_ids"])
     assert bool((t["position_ids"][:, 8:] == t["position_ids"][:, 7:-1] + 1).all()), "positions continue"
     assert bool(torch.where(valid == 1, t["rollout_log_probs"] <= 0, t["rollout_log_probs"] == 0).all())
     assert rows.non_tensor_batch["uid"].tolist() == prompts.non_tensor_batch["uid"].tolist()
@@ -132,7 +121,7 @@ def check_empty_batch(make: MakeRollout, setting: Setting) -> None:
         none = rollout.generate(make_prompts([], width=8), _DRAWN)
     assert len(none) == 0
     assert set(none.columns) == set(one.columns)
-    assert {n: t.shape[1:] for n, t in _tensors(none).items()} == {n: t.shape[1:] for n, t in _tensors(one).items()}
+    assert {n: t.shape[1:] for n, t in tensors(none).items()} == {n: t.shape[1:] for n, t in tensors(one).items()}
 
 
 def check_prompt_lengths(make: MakeRollout, setting: Setting) -> None:
@@ -142,7 +131,7 @@ def check_prompt_lengths(make: MakeRollout, setting: Setting) -> None:
         together = rollout.generate(make_prompts(lists, width=8), _GREEDY)
         alone = [rollout.generate(make_prompts([tokens], width=8), _GREEDY) for tokens in lists]
     for i, row in enumerate(alone):
-        assert _responses(together)[i] == _responses(row)[0], f"prompt of {i + 1} tokens"
+        assert responses(together)[i] == responses(row)[0], f"prompt of {i + 1} tokens"
 
 
 def check_left_padding(make: MakeRollout, setting: Setting) -> None:
@@ -150,10 +139,10 @@ def check_left_padding(make: MakeRollout, setting: Setting) -> None:
     with _ready(make, setting) as rollout:
         wide = rollout.generate(make_prompts(_LISTS, width=8, pad_token_id=0), _GREEDY)
         tight = rollout.generate(make_prompts(_LISTS), _GREEDY)
-        assert _responses(wide) == _responses(tight)
+        assert responses(wide) == responses(tight)
         for pad in (77, -1, 1 << 20):
             other = rollout.generate(make_prompts(_LISTS, width=8, pad_token_id=pad), _GREEDY)
-            assert _responses(wide) == _responses(other), f"padded with {pad}"
+            assert responses(wide) == responses(other), f"padded with {pad}"
         empty = make_prompts([[5], []], width=8)
         _raises(PromptError, lambda: rollout.generate(empty, _GREEDY), "a prompt without tokens")
         right = make_prompts([[5, 6, 7]])
@@ -165,26 +154,26 @@ def check_left_padding(make: MakeRollout, setting: Setting) -> None:
 def check_unknown_tokens(make: MakeRollout, setting: Setting) -> None:
     """A prompt with a token that the model does not have is refused, and the next one is answered."""
     with _ready(make, setting) as rollout:
-        known = _responses(rollout.generate(make_prompts([[5, 511]]), _GREEDY))
+        known = responses(rollout.generate(make_prompts([[5, 511]]), _GREEDY))
         for token in (512, -1, 1 << 40):
             strange = make_prompts([[5, 511], [5, token]])
             _raises(PromptError, lambda s=strange: rollout.generate(s, _GREEDY), f"a prompt with the token {token}")
-        assert _responses(rollout.generate(make_prompts([[5, 511]]), _GREEDY)) == known
+        assert responses(rollout.generate(make_prompts([[5, 511]]), _GREEDY)) == known
 
 
 def check_end_tokens(make: MakeRollout, setting: Setting) -> None:
     """Any token of the list ends a response and belongs to it, whatever else is named; `ignore_eos` goes on."""
     prompts = make_prompts(_LISTS, width=8)
     with _ready(make, setting) as rollout:
-        free = _responses(rollout.generate(prompts, _GREEDY))
+        free = responses(rollout.generate(prompts, _GREEDY))
         ends = (free[0][2], free[1][4])
         expected = [row[: 1 + next((j for j, t in enumerate(row) if t in ends), len(row))] for row in free]
         ended = rollout.generate(prompts, replace(_GREEDY, eos_token_ids=(-1, *ends, 1 << 20)))
         ignored = rollout.generate(prompts, replace(_GREEDY, eos_token_ids=ends, ignore_eos=True))
-    assert _responses(ended) == expected
+    assert responses(ended) == expected
     reasons = ["stop" if row[-1] in ends else "length" for row in expected]
     assert ended.non_tensor_batch["finish_reason"].tolist() == reasons
-    assert _responses(ignored) == free
+    assert responses(ignored) == free
     assert ignored.non_tensor_batch["finish_reason"].tolist() == ["length"] * len(free)
 
 
@@ -192,12 +181,12 @@ def check_samples(make: MakeRollout, setting: Setting) -> None:
     """H-44: samples of one prompt differ by `rollout_id`, step and seed, and repeat exactly for equal ones."""
     prompts = make_prompts([[5, 6, 7]] * 4, rollout_ids=[0, 1, 2, 3])
     with _ready(make, setting) as rollout:
-        first = _responses(rollout.generate(prompts, _DRAWN))
-        again = _responses(rollout.generate(prompts, _DRAWN))
-        step = _responses(rollout.generate(prompts, replace(_DRAWN, step=1)))
-        seed = _responses(rollout.generate(prompts, replace(_DRAWN, seed=1)))
+        first = responses(rollout.generate(prompts, _DRAWN))
+        again = responses(rollout.generate(prompts, _DRAWN))
+        step = responses(rollout.generate(prompts, replace(_DRAWN, step=1)))
+        seed = responses(rollout.generate(prompts, replace(_DRAWN, seed=1)))
         elsewhere = make_prompts([[5, 6, 7]] * 4, rollout_ids=[4, 5, 6, 7])
-        other_rank = _responses(rollout.generate(elsewhere, _DRAWN))
+        other_rank = responses(rollout.generate(elsewhere, _DRAWN))
     assert first == again
     everything = [tuple(row) for rows in (first, step, seed, other_rank) for row in rows]
     assert len(set(everything)) == len(everything), "two streams gave one sample"
@@ -210,9 +199,9 @@ def check_split(make: MakeRollout, setting: Setting) -> None:
         whole = rollout.generate(prompts, _DRAWN)
         parts = DataProto.concat([rollout.generate(part, _DRAWN) for part in prompts.chunk(3)])
         back = rollout.generate(prompts.reorder([4, 3, 2, 1, 0]), _DRAWN).reorder([4, 3, 2, 1, 0])
-    assert _responses(whole) == _responses(parts) == _responses(back)
+    assert responses(whole) == responses(parts) == responses(back)
     torch.testing.assert_close(
-        _tensors(whole)["rollout_log_probs"], _tensors(parts)["rollout_log_probs"], atol=setting.atol, rtol=0
+        tensors(whole)["rollout_log_probs"], tensors(parts)["rollout_log_probs"], atol=setting.atol, rtol=0
     )
 
 
@@ -224,11 +213,11 @@ def check_limits(make: MakeRollout, setting: Setting) -> None:
         short = rollout.generate(make_prompts(lists), replace(_DRAWN, max_tokens=2))
         full = make_prompts([list(range(5, 13))])
         _raises(PromptError, lambda: rollout.generate(full, _DRAWN), "a prompt that fills the context")
-    assert _tensors(cut)["response_mask"].sum(-1).tolist() == [6, 5, 4]
-    assert _tensors(cut)["responses"].shape == (3, 6)
+    assert tensors(cut)["response_mask"].sum(-1).tolist() == [6, 5, 4]
+    assert tensors(cut)["responses"].shape == (3, 6)
     assert cut.non_tensor_batch["finish_reason"].tolist() == ["length"] * 3
-    assert _tensors(short)["response_mask"].sum(-1).tolist() == [2, 2, 2]
-    assert _tensors(short)["responses"].shape == (3, 6)
+    assert tensors(short)["response_mask"].sum(-1).tolist() == [2, 2, 2]
+    assert tensors(short)["responses"].shape == (3, 6)
 
 
 def check_aborted_rows(make: MakeRollout, setting: Setting) -> None:
@@ -241,10 +230,10 @@ def check_aborted_rows(make: MakeRollout, setting: Setting) -> None:
         rows = rollout.generate(prompts, _DRAWN)
         setting.abort(rollout, [])
     assert (rows.non_tensor_batch["finish_reason"] == "abort").tolist() == [False, False, True, False]
-    assert int(_tensors(rows)["response_mask"][2].sum()) == 0
-    assert bool((_tensors(rows)["rollout_log_probs"][2] == 0).all())
+    assert int(tensors(rows)["response_mask"][2].sum()) == 0
+    assert bool((tensors(rows)["rollout_log_probs"][2] == 0).all())
     others = np.asarray([0, 1, 3])
-    assert [_responses(rows)[i] for i in others] == [_responses(whole)[i] for i in others]
+    assert [responses(rows)[i] for i in others] == [responses(whole)[i] for i in others]
 
 
 def check_greedy(make: MakeRollout, setting: Setting) -> None:
@@ -257,7 +246,7 @@ def check_greedy(make: MakeRollout, setting: Setting) -> None:
     for each, temperature in ((rows, 1.0), (switched, 0.5)):
         log_probs, regret = oracle(module, each, temperature)
         assert float(regret.max()) <= setting.atol, f"a token is {float(regret.max()):.2g} nats below the likeliest"
-        torch.testing.assert_close(_tensors(each)["rollout_log_probs"], log_probs, atol=setting.atol, rtol=0)
+        torch.testing.assert_close(tensors(each)["rollout_log_probs"], log_probs, atol=setting.atol, rtol=0)
 
 
 def check_log_probs(make: MakeRollout, setting: Setting) -> None:
@@ -268,7 +257,7 @@ def check_log_probs(make: MakeRollout, setting: Setting) -> None:
         for temperature, top_p in ((1.0, 1.0), (0.5, 1.0), (1.7, 1.0), (1.0, 0.8)):
             rows = rollout.generate(prompts, replace(_DRAWN, temperature=temperature, top_p=top_p))
             log_probs, _ = oracle(module, rows, temperature)
-            torch.testing.assert_close(_tensors(rows)["rollout_log_probs"], log_probs, atol=setting.atol, rtol=0)
+            torch.testing.assert_close(tensors(rows)["rollout_log_probs"], log_probs, atol=setting.atol, rtol=0)
 
 
 def check_new_weights(make: MakeRollout, setting: Setting) -> None:
@@ -286,10 +275,24 @@ def check_new_weights(make: MakeRollout, setting: Setting) -> None:
                     rows = rollout.generate(prompts, _GREEDY)
                 log_probs, regret = oracle(module, rows, 1.0)
                 assert float(regret.max()) <= setting.atol, "the answer is not that of the new weights"
-                torch.testing.assert_close(_tensors(rows)["rollout_log_probs"], log_probs, atol=setting.atol, rtol=0)
-            answers.append(_responses(rows))
+                torch.testing.assert_close(tensors(rows)["rollout_log_probs"], log_probs, atol=setting.atol, rtol=0)
+            answers.append(responses(rows))
         assert answers[0] == answers[2]
         assert answers[0] != answers[1], "new weights changed nothing"
+
+
+def check_stale_cache(make: MakeRollout, setting: Setting) -> None:
+    """H-51: of prompts that fill many blocks of the cache nothing is kept when the weights change."""
+    rollout = make(setting.config(prompt_length=300, response_length=2, max_num_seqs=8), setting.model()[0])
+    prompts = make_prompts([[5 + place % 500 for place in range(length)] for length in (300, 300, 290)])
+    for seed in (0, 1, 0):
+        _, module = setting.model(seed=seed)
+        with reshard(ModuleWeights(module), rollout):
+            for _ in range(2):  # the second time from the cache, where there is one
+                rows = rollout.generate(prompts, _GREEDY)
+                log_probs, regret = oracle(module, rows, 1.0)
+                assert float(regret.max()) <= setting.atol, "the answer is not that of the new weights"
+                torch.testing.assert_close(tensors(rows)["rollout_log_probs"], log_probs, atol=setting.atol, rtol=0)
 
 
 def check_checksums(make: MakeRollout, setting: Setting) -> None:
@@ -341,7 +344,7 @@ def check_distribution(make: MakeRollout, setting: Setting) -> None:
     _, module = setting.model()
     prompts = make_prompts([[5, 6, 7]] * 512)
     with _ready(make, setting) as rollout:
-        tokens = _tensors(rollout.generate(prompts, replace(_DRAWN, max_tokens=1)))["responses"][:, 0]
+        tokens = tensors(rollout.generate(prompts, replace(_DRAWN, max_tokens=1)))["responses"][:, 0]
     with torch.no_grad():
         probabilities = module(input_ids=torch.tensor([[5, 6, 7]])).logits[0, -1].float().softmax(-1)
     counts = torch.bincount(tokens, minlength=len(probabilities))
@@ -365,7 +368,7 @@ PROTOCOL_CHECKS: tuple[Check, ...] = (
     check_limits,
     check_close,
 )
-MODEL_CHECKS: tuple[Check, ...] = (check_greedy, check_log_probs, check_new_weights)
+MODEL_CHECKS: tuple[Check, ...] = (check_greedy, check_log_probs, check_new_weights, check_stale_cache)
 ENGINE_CHECKS: tuple[Check, ...] = (check_checksums, check_abandoned_load, check_distribution)
 """Of engines with memory of their own. The engine is a `Checksums`; two of them are there at a time."""
 

@@ -127,6 +127,19 @@ def make_prompts(
     )
 
 
+def tensors(rows: DataProto) -> dict[str, torch.Tensor]:
+    """The tensor columns of what `generate` returned."""
+    assert rows.batch is not None, "the output has no tensors"
+    return {str(name): tensor for name, tensor in rows.batch.items()}
+
+
+def responses(rows: DataProto) -> list[list[int]]:
+    """The tokens of each response, without what stands behind it."""
+    columns = tensors(rows)
+    lengths = columns["response_mask"].sum(-1).tolist()
+    return [row[:n] for row, n in zip(columns["responses"].tolist(), lengths, strict=True)]
+
+
 @torch.no_grad()
 def oracle(module: torch.nn.Module, rows: DataProto, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
     """What a float32 forward pass says about responses, one row at a time.
@@ -139,14 +152,13 @@ def oracle(module: torch.nn.Module, rows: DataProto, temperature: float) -> tupl
     Returns:
         (B,R) float32 log-probabilities, and how much likelier the likeliest token is; 0 behind a response.
     """
-    assert rows.batch is not None, "the output has no tensors"
-    tensors = rows.batch
-    width = tensors["prompts"].shape[1]
-    log_probs = torch.zeros(tensors["responses"].shape)
-    regret = torch.zeros(tensors["responses"].shape)
+    columns = tensors(rows)
+    width = columns["prompts"].shape[1]
+    log_probs = torch.zeros(columns["responses"].shape)
+    regret = torch.zeros(columns["responses"].shape)
     for i in range(len(rows)):
-        valid = tensors["attention_mask"][i].bool()
-        ids = tensors["input_ids"][i][valid]
+        valid = columns["attention_mask"][i].bool()
+        ids = columns["input_ids"][i][valid]
         n = int(valid[width:].sum())
         if n == 0:
             continue
