@@ -26,6 +26,12 @@ def test_ulysses_sizes_that_fit_the_heads(heads, kv_heads, good):
                 check_model(_model(heads, kv_heads), size, "varlen", "varlen")
 
 
+def test_ulysses_of_a_model_without_attention_heads_is_refused_by_name():
+    """Mamba's config has none."""
+    with pytest.raises(FsdpConfigError, match="expected a model with plain causal attention .* got Mamba"):
+        check_model(type("Mamba", (), {"config": object()})(), 2, "eager", "varlen")
+
+
 @pytest.mark.usefixtures("process_group")
 def test_ulysses_refuses_what_it_would_get_wrong(workspace, monkeypatch):
     def build(size, **model):

@@ -38,16 +38,16 @@ def check_model(module: nn.Module, size: int, attention: str, varlen: str) -> No
     Raises:
         FsdpConfigError: The text names sizes that would work.
     """
-    config: Any = module.config
-    config = config.get_text_config()
-    heads = int(config.num_attention_heads)
-    kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
     if attention != varlen:
         raise FsdpConfigError(
             f"{KEY}={size}: expected a model with plain causal attention over packed rows, got {type(module).__name__} "
             f"with attn_implementation={attention}. Leave {KEY} at 1 (with model.use_remove_padding=True and without "
             "override_config.attn_implementation, models with plain attention are run so)."
         )
+    config: Any = module.config
+    config = config.get_text_config()
+    heads = int(config.num_attention_heads)
+    kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
     if not _divides(size, heads, kv_heads):
         fitting = [other for other in range(1, heads + 1) if _divides(other, heads, kv_heads)]
         raise FsdpConfigError(
