@@ -28,7 +28,7 @@ def test_ulysses_sizes_that_fit_the_heads(heads, kv_heads, good):
 
 def test_ulysses_of_a_model_without_attention_heads_is_refused_by_name():
     """Mamba's config has none."""
-    with pytest.raises(FsdpConfigError, match="expected a model with plain causal attention .* got Mamba"):
+    with pytest.raises(FsdpConfigError, match=r"expected a model with plain causal attention .* got Mamba"):
         check_model(type("Mamba", (), {"config": object()})(), 2, "eager", "varlen")
 
 
