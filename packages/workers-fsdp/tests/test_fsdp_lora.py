@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GPT2Config
 
 from ostinato.protocol import DataProto
 from ostinato.rollout import RolloutConfig
@@ -14,7 +14,7 @@ from ostinato.workers.core import ActorConfig, ActorRolloutRefConfig, ActorRollo
 from ostinato.workers.core.config import ModelConfig, OptimConfig
 from ostinato.workers.core.testing import tiny_causal_lm
 from ostinato.workers.core.testing.lora import ADAPTER, check_lora
-from ostinato.workers.core.testing.oracle import STILL, make_rows, start
+from ostinato.workers.core.testing.oracle import STILL, VOCAB, make_rows, start
 from ostinato.workers.fsdp import FsdpEngine
 from ostinato.workers.fsdp.errors import CheckpointError, FsdpConfigError
 from ostinato.workers.fsdp.lora import is_adapter
@@ -92,6 +92,22 @@ def test_lora_on_the_head_trains_without_the_fused_one(workspace, tmp_path):
     driver.engine.save(tmp_path)
     plain = AutoModelForCausalLM.from_pretrained(workspace / "lm")
     merged = PeftModel.from_pretrained(plain, tmp_path / "lora_adapter").merge_and_unload().state_dict()
+    for name, tensor in driver.state().items():
+        torch.testing.assert_close(tensor, merged[name])
+
+
+def test_lora_on_weights_that_lie_the_other_way_round_comes_merged_as_pefts(tmp_path):
+    """GPT-2's: a wide one could not be merged, a square one was merged turned, without a word."""
+    from peft import PeftModel
+
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=VOCAB, n_embd=16, n_layer=1, n_head=2, n_positions=32)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "gpt2")
+    driver = start(fsdp(), tmp_path / "gpt2", target_modules=["c_attn", "c_proj"], **ADAPTER)
+    driver.train(make_rows(4, seed=1))
+    driver.engine.save(tmp_path / "saved")
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "gpt2")
+    merged = PeftModel.from_pretrained(plain, tmp_path / "saved" / "lora_adapter").merge_and_unload().state_dict()
     for name, tensor in driver.state().items():
         torch.testing.assert_close(tensor, merged[name])
 

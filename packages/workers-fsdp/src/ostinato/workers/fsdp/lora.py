@@ -11,6 +11,7 @@ import math
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -159,24 +160,44 @@ def without_adapter(module: nn.Module) -> Iterator[None]:
             layer._disable_adapters = False
 
 
-def adapters_of(module: nn.Module) -> dict[str, tuple[nn.Parameter, nn.Parameter, float]]:
-    """Of each weight with an adapter, by its name in the model: A (r, inputs), B (outputs, r), the factor of B·A."""
+@dataclass(frozen=True)
+class Adapter:
+    """One weight's adapter.
+
+    Attributes:
+        a: (r, inputs).
+        b: (outputs, r).
+        factor: of B·A, `lora_alpha / r`.
+        turned: The weight is (inputs, outputs), as GPT-2 has them.
+    """
+
+    a: nn.Parameter
+    b: nn.Parameter
+    factor: float
+    turned: bool
+
+
+def adapters_of(module: nn.Module) -> dict[str, Adapter]:
+    """The adapter of each weight that has one, by the weight's name in the model."""
     return {
-        f"{name}.base_layer.weight": (layer.lora_A[_NAME].weight, layer.lora_B[_NAME].weight, layer.scaling[_NAME])
+        f"{name}.base_layer.weight": Adapter(
+            layer.lora_A[_NAME].weight, layer.lora_B[_NAME].weight, layer.scaling[_NAME], layer.fan_in_fan_out
+        )
         for name, layer in _layers(module)
     }
 
 
-def merge(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, factor: float) -> torch.Tensor:
+def merge(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, adapter: Adapter) -> torch.Tensor:
     """W + factor · B · A, in float32, in W's type.
 
     Args:
-        weight: (outputs, inputs).
-        a: (r, inputs) float32.
-        b: (outputs, r) float32.
-        factor: `lora_alpha / r`.
+        weight: (outputs, inputs), or the other way round where it is turned.
+        a: A in full, float32.
+        b: B in full, float32.
+        adapter: What they are of.
     """
-    return torch.addmm(weight.to(torch.float32), b, a, alpha=factor).to(weight.dtype)
+    left, right = (a.T, b.T) if adapter.turned else (b, a)
+    return torch.addmm(weight.to(torch.float32), left, right, alpha=adapter.factor).to(weight.dtype)
 
 
 def write_adapter(path: Path, tensors: Mapping[str, torch.Tensor], model: ModelConfig, module: nn.Module) -> None:

@@ -133,9 +133,9 @@ class FsdpWeightSource:
                 continue
             full = self._full(parameter, self._dtype)
             if name in self._adapters:
-                *adapter, factor = self._adapters[name]
-                a, b = (self._full(part, torch.float32) for part in adapter)
-                full = merge(full, a, b, factor)
+                adapter = self._adapters[name]
+                a, b = (self._full(part, torch.float32) for part in (adapter.a, adapter.b))
+                full = merge(full, a, b, adapter)
             if name in self._plain:
                 yield self._plain[name], full
             else:
