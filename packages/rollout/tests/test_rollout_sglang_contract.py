@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from ostinato.rollout import RolloutConfig, build_rollout
+from ostinato.rollout import RolloutConfig, build_rollout, check_rollout
 from ostinato.rollout.errors import ConfigError, EngineStateError, GenerationError, WeightMismatchError
 from ostinato.rollout.reshard import reshard
 from ostinato.rollout.testing import ModuleWeights, Setting, make_prompts, save_tiny_model
@@ -235,6 +235,10 @@ def test_sglang_bad_input_is_refused_before_anything_is_built(changes, key, work
         make(setting.config(**changes), setting.model()[0], device="cuda:0")
     assert caught.value.key == f"actor_rollout_ref.rollout.{key}"
     assert Engine.made == []
+    path, _ = setting.model()
+    with pytest.raises(ConfigError, match=works):
+        check_rollout(setting.config(**changes), model_path=path, world_size=1, device="cuda:0")
+    check_rollout(setting.config(), model_path=path, world_size=1, device="cuda:0")
 
 
 TWO_RANKS = """

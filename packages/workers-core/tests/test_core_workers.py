@@ -281,6 +281,16 @@ def test_actor_refuses_a_tensor_parallel_size_that_does_not_divide(lm_path):
         worker_of(config, "actor_rollout")
 
 
+def test_actor_refuses_what_the_rollout_cannot_do_before_weights_are_loaded(lm_path, monkeypatch):
+    from ostinato.workers.core import actor
+
+    monkeypatch.setattr(actor, "build_engine", lambda *_, **__: pytest.fail("built"))
+    config = policy(lm_path, rollout=replace(ROLLOUT, name="vllm", max_model_len=1 << 20))
+    monkeypatch.setattr("ostinato.rollout.backends.check_installed", lambda name: None)
+    with pytest.raises(ValueError, match=r"max_model_len: .* works"):
+        worker_of(config, "actor_rollout")
+
+
 def test_actor_checkpoint_continues_with_the_same_weights(tmp_path):
     """Its tokenizer has several chat templates, which transformers saves in a folder of their own."""
     from transformers import AutoTokenizer

@@ -16,6 +16,43 @@ if TYPE_CHECKING:
     from ostinato.rollout.config import RolloutConfig
 
 
+def check_rollout(
+    config: RolloutConfig,
+    *,
+    model_path: str | Path,
+    world_size: int,
+    device: torch.device | str = "cpu",
+    override_config: Mapping[str, Any] | None = None,
+    trust_remote_code: bool = False,
+) -> None:
+    """Refuse what the model, the ranks or the device cannot do for the engine, before anybody loads weights.
+
+    For a worker whose training engine is built first: what is refused here would be refused by `build_rollout` too,
+    after training's weights have been loaded. An engine without `examine` is asked nothing.
+
+    Args:
+        config: everything under `actor_rollout_ref.rollout`.
+        model_path: local folder with `config.json`.
+        world_size: ranks of the worker group.
+        device: where the engine will compute.
+        override_config: as for `build_rollout`.
+        trust_remote_code: as for `build_rollout`.
+
+    Raises:
+        ConfigError: with a number that works.
+    """
+    examine = getattr(load_backend(config.name), "examine", None)
+    if examine is not None:
+        examine(
+            config,
+            model_path=model_path,
+            world_size=world_size,
+            device=device,
+            override_config=override_config,
+            trust_remote_code=trust_remote_code,
+        )
+
+
 def build_rollout(
     config: RolloutConfig,
     *,

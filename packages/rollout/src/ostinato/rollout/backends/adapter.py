@@ -219,9 +219,30 @@ class EngineAdapter(Adapter, ABC):
         self._loading = False
         self._came: set[str] = set()
 
+    @classmethod
+    def examine(
+        cls,
+        config: RolloutConfig,
+        *,
+        model_path: str | Path,
+        world_size: int,
+        device: torch.device | str = "cpu",
+        override_config: Mapping[str, Any] | None = None,
+        trust_remote_code: bool = False,
+    ) -> None:
+        """Refuse what `__init__` would, before anybody loads weights; see `build.check_rollout`."""
+        from ostinato.rollout.live_weights import model_specs
+
+        model_config = read_model_config(model_path, override_config, trust_remote_code=trust_remote_code)
+        text_config = model_config.get_text_config(decoder=True)
+        check_model(config, text_config, world_size=world_size)
+        if torch.device(device).type == "cuda":
+            specs = model_specs(model_config, config.torch_dtype, trust_remote_code=trust_remote_code)
+            _check_share(config, text_config, specs, torch.device(device))
+
     def _owners(self) -> dict[str, TensorSpec]:
         """The weights with memory of their own: those that are tied to no other."""
-        return {name: spec for name, spec in self._specs.items() if spec.tied_to is None}
+        return _untied(self._specs)
 
     def _check_device(self) -> tuple[int, int]:
         """Refuse a share of the GPU that the engine cannot live in.
@@ -229,9 +250,7 @@ class EngineAdapter(Adapter, ABC):
         Returns:
             Bytes of weights and cache together, and free bytes of the device.
         """
-        parameters = sum(math.prod(spec.shape) for spec in self._owners().values())
-        free, total = torch.cuda.mem_get_info(self._device)
-        return check_device(self._config, self._text_config, parameters=parameters, free=free, total=total), free
+        return _check_share(self._config, self._text_config, self._specs, self._device)
 
     @property
     def makes_room(self) -> bool:
@@ -278,3 +297,15 @@ class EngineAdapter(Adapter, ABC):
         fresh = [(name, tensor) for name, tensor in named.items() if name not in self._came]
         self._came.update(name for name, _ in fresh)
         return fresh
+
+
+def _untied(specs: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
+    return {name: spec for name, spec in specs.items() if spec.tied_to is None}
+
+
+def _check_share(
+    config: RolloutConfig, text_config: Any, specs: Mapping[str, TensorSpec], device: torch.device
+) -> tuple[int, int]:
+    parameters = sum(math.prod(spec.shape) for spec in _untied(specs).values())
+    free, total = torch.cuda.mem_get_info(device)
+    return check_device(config, text_config, parameters=parameters, free=free, total=total), free

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from ostinato.controller import Coordinates, Dispatch, register
 from ostinato.protocol import DataProto, Metric, columns
-from ostinato.rollout import Rollout, build_rollout
+from ostinato.rollout import Rollout, build_rollout, check_rollout
 from ostinato.rollout.reshard import reshard
 from ostinato.workers.core.checkpoint import RoleCheckpoint
 from ostinato.workers.core.config import ActorRolloutRefConfig, rollout_log_prob_limit
@@ -69,6 +69,15 @@ class ActorRolloutRefWorker(SavedWorker):
         config, parts = self.config, self.policy_role.split("_")
         prepare_model(config.model, "actor_rollout_ref.model")
         self.init_process_group()
+        if "rollout" in parts:
+            check_rollout(
+                config.rollout,
+                model_path=config.model.path,
+                world_size=self.world_size,
+                device=self.context.device_type,
+                override_config=config.model.override_config,
+                trust_remote_code=config.model.trust_remote_code,
+            )
         if "ref" in parts and not self._shares_reference:
             self._ref = build_engine(self.engine_path, config.ref, config.model, head="lm")
         if "actor" in parts:
