@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from ostinato.workers.core.config import ModelConfig
 from ostinato.workers.core.export import export_hf
-from ostinato.workers.core.testing.oracle import make_rows, start
+from ostinato.workers.core.testing.oracle import VOCAB, make_rows, start
 from ostinato.workers.fsdp.errors import CheckpointError
 from ostinato.workers.fsdp.saved import SavedWeights
 from ostinato.workers.fsdp.testing import fsdp
@@ -74,6 +75,41 @@ def test_export_of_a_mixture_of_experts_is_what_transformers_reads(tmp_path):
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).state_dict()
     assert loaded.keys() == original.state_dict().keys()
     assert all(torch.equal(loaded[name], weight) for name, weight in original.state_dict().items())
+
+
+def test_buffers_that_a_folder_holds_are_saved_given_and_exported(tmp_path):
+    """Not parameters, and no function of the config: a router's correction, an activation's constants.
+
+    An export was without them, and what reads it took any value.
+    """
+    from transformers import ApertusConfig, AutoModelForCausalLM
+
+    sizes = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 2}
+    torch.manual_seed(0)
+    base = AutoModelForCausalLM.from_config(
+        ApertusConfig(vocab_size=VOCAB, hidden_size=16, intermediate_size=24, **sizes)
+    )
+    for name, buffer in base.named_buffers():
+        if name.endswith("beta"):
+            buffer.fill_(0.3)
+    base.save_pretrained(tmp_path / "base")
+    model = ModelConfig(path=str(tmp_path / "base"))
+    driver, rows = start(fsdp(dtype="bf16"), model.path), make_rows(3, seed=1)
+    held = load_file(tmp_path / "base" / "model.safetensors")
+    given = dict(driver.engine.weight_source().weights())
+    assert given.keys() == held.keys()
+    assert {name: tensor.dtype for name, tensor in given.items() if name.endswith(("beta", "eps"))} == {
+        name: tensor.dtype for name, tensor in held.items() if name.endswith(("beta", "eps"))
+    }
+    driver.engine.save(tmp_path / "saved")
+    export_hf(SavedWeights(tmp_path / "saved", model, "lm"), model, tmp_path / "out", head="lm", writes=True)
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert found.keys() == held.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in held.items())
+    exact, again = start(fsdp(), model.path), start(fsdp(), tmp_path / "out")
+    again.engine.load(tmp_path / "saved")
+    for ours, theirs in zip(exact.outputs(rows, 2), again.outputs(rows, 2), strict=True):
+        assert torch.equal(ours["log_probs"], theirs["log_probs"])
 
 
 @pytest.mark.parametrize(("name", "head"), [("lm", "lm"), ("tied", "lm"), ("tied", "value")])

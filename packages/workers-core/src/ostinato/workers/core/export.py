@@ -167,11 +167,11 @@ def _write(
     config, shell = _shell(model, head, "score.bias" in specs)
     dtype = dtype or config.dtype or next(iter(specs.values())).dtype
     assert dtype is not None, "an empty source"
-    names = _checked_names(specs, shell)
+    types = _checked_types(specs, shell, dtype)
     config.dtype, config.architectures = dtype, [type(shell).__name__]
     config.save_pretrained(folder)
-    shards = _shards({name: specs[name] for name in names}, dtype, shard_bytes)
-    total = sum(_num_bytes(specs[name], dtype) for name in names)
+    sizes = {name: torch.Size(specs[name].shape).numel() * kind.itemsize for name, kind in types.items()}
+    shards, total = _shards(sizes, shard_bytes), sum(sizes.values())
     file_of = {name: number for number, shard in enumerate(shards) for name in shard}
     held: list[dict[str, torch.Tensor]] = [{} for _ in shards]
     written = 0
@@ -179,7 +179,7 @@ def _write(
         if name not in file_of:
             continue
         number = file_of[name]
-        held[number][name] = weight.detach().to("cpu", dtype, copy=True).contiguous()
+        held[number][name] = weight.detach().to("cpu", types[name], copy=True).contiguous()
         if len(held[number]) < len(shards[number]):
             continue
         file = folder / _file_name(number, len(shards))
@@ -219,41 +219,40 @@ def _shell(model: ModelConfig, head: str, has_bias: bool) -> tuple[Any, Any]:
     return config, shell
 
 
-def _checked_names(specs: Mapping[str, TensorSpec], shell: Any) -> list[str]:
-    """The names to write; a tied weight may be there once or twice and is written once.
+def _checked_types(specs: Mapping[str, TensorSpec], shell: Any, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """The type of each tensor to write: weights that given, the folder's buffers their own.
+
+    A tied weight may be there once or twice and is written once.
 
     Raises:
         ValueError: the weights are not those of the model.
     """
     from transformers.core_model_loading import revert_weight_conversion
 
-    own = revert_weight_conversion(shell, dict(shell.named_parameters()))
-    every = revert_weight_conversion(shell, shell.state_dict())
+    state = shell.state_dict(keep_vars=True)
+    every = revert_weight_conversion(shell, state)
+    buffers = {name: tensor for name, tensor in state.items() if not isinstance(tensor, torch.nn.Parameter)}
+    own = revert_weight_conversion(shell, {**dict(shell.named_parameters()), **buffers})
     missing = sorted(own.keys() - specs.keys())
     foreign = sorted(specs.keys() - own.keys() - every.keys())
     if missing or foreign:
         raise ValueError(
             f"export: the weights do not fit {type(shell).__name__}: missing {missing[:5]}, unknown {foreign[:5]}"
         )
-    return [name for name in specs if name in own]
+    return {name: spec.dtype if name in buffers else dtype for name, spec in specs.items() if name in own}
 
 
-def _shards(specs: Mapping[str, TensorSpec], dtype: torch.dtype, limit: int) -> list[list[str]]:
-    """Names of each weight file, in order."""
+def _shards(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
+    """Names of each weight file, in order, from their bytes."""
     shards: list[list[str]] = []
     room = 0
-    for name, spec in specs.items():
-        size = _num_bytes(spec, dtype)
+    for name, size in sizes.items():
         if not shards or size > room:
             shards.append([])
             room = limit
         shards[-1].append(name)
         room -= size
     return shards
-
-
-def _num_bytes(spec: TensorSpec, dtype: torch.dtype) -> int:
-    return torch.Size(spec.shape).numel() * dtype.itemsize
 
 
 def _file_name(number: int, count: int) -> str:

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from ostinato.workers.core.checkpoint import WriteUnderWay, named_failure, not_in_force
 from ostinato.workers.fsdp.errors import CheckpointError
+from ostinato.workers.fsdp.folder import folder_tensors
 from ostinato.workers.fsdp.lora import folder_name, is_adapter
 from ostinato.workers.fsdp.offload import HostCopies
 from ostinato.workers.fsdp.quantized import fill, in_full, is_quantized, new_moment, scale_of
@@ -34,7 +35,7 @@ EARLIER = "Resume from an earlier one."
 
 
 def _model_state(module: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: parameter.detach() for name, parameter in module.named_parameters()}
+    return {name: tensor.detach() for name, tensor in folder_tensors(module).items()}
 
 
 def _optimizer_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, torch.Tensor]]:
@@ -260,7 +261,7 @@ def check_model(path: Path, module: nn.Module, metadata: Metadata) -> None:
         for name, entry in metadata.state_dict_metadata.items()
         if name.startswith("model.") and isinstance(entry, TensorStorageMetadata)
     }
-    mine = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
+    mine = {name: tuple(tensor.shape) for name, tensor in folder_tensors(module).items()}
     if saved != mine:
         differences = sorted(name for name in saved.keys() | mine.keys() if saved.get(name) != mine.get(name))
         first = differences[0]

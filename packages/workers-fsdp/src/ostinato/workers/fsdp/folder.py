@@ -33,6 +33,20 @@ def loose_tensors(module: nn.Module) -> Iterator[tuple[nn.Module, str, str]]:
                 yield child, name, f"{prefix}.{name}"
 
 
+def folder_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    """What the model's folder holds, and adapters, by name in the model.
+
+    Parameters, a tied one once, and the buffers that are no function of the config (a router's correction).
+    """
+    kept = {
+        f"{prefix}.{name}".removeprefix("."): buffer
+        for prefix, child in module.named_modules()
+        for name, buffer in child._buffers.items()
+        if buffer is not None and name not in child._non_persistent_buffers_set
+    }
+    return {**dict(module.named_parameters()), **kept}
+
+
 def open_folder(path: str, module: nn.Module, made: Read | None = None) -> Read | None:
     """A reader of single tensors, where the folder holds the model's parameters one for one.
 

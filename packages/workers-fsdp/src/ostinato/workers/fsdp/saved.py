@@ -6,7 +6,6 @@ import warnings
 from pathlib import Path
 
 import torch
-from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_state_dict
@@ -17,6 +16,7 @@ from ostinato.workers.core.engine import Head
 from ostinato.workers.fsdp.build import make_meta_module, read_config
 from ostinato.workers.fsdp.checkpoint import check_model, read_metadata
 from ostinato.workers.fsdp.errors import CheckpointError
+from ostinato.workers.fsdp.folder import folder_tensors
 from ostinato.workers.fsdp.lora import add_adapter
 from ostinato.workers.fsdp.weights import FsdpWeightSource
 
@@ -41,7 +41,7 @@ class SavedWeights(FsdpWeightSource):
         if model.lora_rank > 0:
             add_adapter(module, model, head)
         check_model(path, module, metadata)
-        names = {id(parameter): f"model.{name}" for name, parameter in module.named_parameters()}
+        names = {id(tensor): f"model.{name}" for name, tensor in folder_tensors(module).items()}
         self._path = path
         self._saved_names = names
         self._saved_dtypes = {
@@ -51,9 +51,9 @@ class SavedWeights(FsdpWeightSource):
         }
         super().__init__(module, (), HOST, self._saved_dtypes[next(iter(names.values()))])
 
-    def _full(self, parameter: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
-        name = self._saved_names[id(parameter)]
-        whole = torch.empty(parameter.shape, dtype=self._saved_dtypes[name])
+    def _full(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        name = self._saved_names[id(tensor)]
+        whole = torch.empty(tensor.shape, dtype=self._saved_dtypes[name])
         with named_failure(f"checkpoint {self._path} cannot be read", CheckpointError), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             load_state_dict({name: whole}, storage_reader=FileSystemReader(self._path), no_dist=True)

@@ -17,6 +17,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from ostinato.rollout.base import TensorSpec
 from ostinato.workers.core.config import ModelConfig
 from ostinato.workers.fsdp.errors import CheckpointError, ModelLoadError
+from ostinato.workers.fsdp.folder import folder_tensors
 from ostinato.workers.fsdp.lora import FOLDER, adapters_of, folder_name, is_adapter, merge, write_adapter
 
 
@@ -30,14 +31,16 @@ def reshard_all(units: Sequence[FSDPModule]) -> None:
         unit.reshard()
 
 
-def gather(parameter: DTensor, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+def gather(parameter: torch.Tensor, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
     """The full tensor of a sharded parameter, cast before it is gathered; collective.
 
     Args:
-        parameter: On the device or in host memory.
+        parameter: On the device or in host memory; a buffer, which every rank has in full, is copied.
         device: Where the result lies.
         dtype: Type of the result, and of what travels.
     """
+    if not isinstance(parameter, DTensor):
+        return parameter.detach().to(device=device, dtype=dtype, copy=True)
     shard = parameter.to_local().detach()
     part = shard.to(device=device, dtype=dtype)
     if parameter.device_mesh.size() == 1:
@@ -79,7 +82,7 @@ class FsdpWeightSource:
         module: The sharded model.
         units: Its sharded modules, the root last.
         device: Where full tensors are gathered.
-        dtype: Type of the floating-point tensors that `weights` gives.
+        dtype: Type of the weights that are given; buffers keep theirs.
     """
 
     def __init__(
@@ -91,8 +94,8 @@ class FsdpWeightSource:
         self._dtype = dtype
         reshard_all(units)
         meta = {
-            name: torch.empty(parameter.shape, dtype=dtype, device="meta")
-            for name, parameter in module.named_parameters()
+            name: torch.empty(tensor.shape, dtype=self._dtype_of(tensor), device="meta")
+            for name, tensor in folder_tensors(module).items()
             if not is_adapter(name)
         }
         self._adapters = adapters_of(module)
@@ -112,7 +115,7 @@ class FsdpWeightSource:
                 "by one; this model cannot be handed to a rollout engine."
             )
         self._specs = {
-            name: TensorSpec(shape=tuple(together[name].shape), dtype=dtype)
+            name: TensorSpec(shape=tuple(together[name].shape), dtype=together[name].dtype)
             for names in self._names.values()
             for name in names
         }
@@ -128,10 +131,10 @@ class FsdpWeightSource:
         """
         reshard_all(self._units)
         # No `no_grad` around a yield: the one who asks for weights would be under it too.
-        for name, parameter in self._module.named_parameters():
+        for name, tensor in folder_tensors(self._module).items():
             if is_adapter(name):
                 continue
-            full = self._full(parameter, self._dtype)
+            full = self._full(tensor, self._dtype_of(tensor))
             if name in self._adapters:
                 adapter = self._adapters[name]
                 a, b = (self._full(part, torch.float32) for part in (adapter.a, adapter.b))
@@ -142,8 +145,12 @@ class FsdpWeightSource:
                 yield from self._in_folder(name, full).items()
             del full  # before the next one is gathered
 
-    def _full(self, parameter: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
-        return gather(cast(DTensor, parameter), self._device, dtype)
+    def _dtype_of(self, tensor: torch.Tensor) -> torch.dtype:
+        """A buffer keeps its own type: what it holds is not computed with like a weight."""
+        return self._dtype if isinstance(tensor, nn.Parameter) else tensor.dtype
+
+    def _full(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return gather(tensor, self._device, dtype)
 
     def _in_folder(self, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
         return revert_weight_conversion(cast(PreTrainedModel, self._module), {folder_name(name): tensor})
@@ -162,7 +169,7 @@ def save_adapter(path: Path, module: nn.Module, model: ModelConfig, device: torc
         CheckpointError: It cannot be written; raised on every rank.
     """
     tensors = {
-        name: gather(cast(DTensor, parameter), device, parameter.dtype)
+        name: gather(parameter, device, parameter.dtype)
         for name, parameter in module.named_parameters()
         if parameter.requires_grad
     }
