@@ -120,6 +120,15 @@ def test_build_missing_weights_are_an_error(tmp_path):
 
 
 @group
+@pytest.mark.parametrize("content", ["{}", '{"weight_map": {}}', '{"weight_map": {"a": "absent.safetensors"}}', "no"])
+def test_build_names_an_index_that_leads_nowhere(tmp_path, content):
+    LlamaConfig(**SMALL, architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(ModelLoadError, match=r"ModelFolderError: .*model\.safetensors\.index\.json"):
+        _build(path=str(tmp_path))
+
+
+@group
 def test_build_damaged_folder_is_an_error(tmp_path):
     LlamaForCausalLM(LlamaConfig(**SMALL)).save_pretrained(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"cut off")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import logging
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -29,6 +30,7 @@ from ostinato.rollout.model_config import ATTENTION, read_model_config
 from ostinato.workers.core.config import ModelConfig
 from ostinato.workers.core.engine import Head
 from ostinato.workers.core.value_head import fresh_value_head
+from ostinato.workers.core.weight_index import find_index, read_index
 from ostinato.workers.fsdp.attention import VARLEN, choose_attention, dense_attention, registered_name
 from ostinato.workers.fsdp.config import FsdpConfig, torch_dtype
 from ostinato.workers.fsdp.errors import FsdpConfigError, ModelLoadError
@@ -182,7 +184,10 @@ def read_weights(
 
     Raises:
         ModelLoadError: The folder does not hold such a model.
+        ModelFolderError: The index of its weights leads nowhere.
     """
+    if index := find_index(Path(model.path)):
+        read_index(index)  # transformers says IndexError of an empty one
 
     def made(name: str) -> torch.Tensor:
         if head == "value" and trainable and name == "score.weight":
