@@ -287,6 +287,13 @@ def test_checkpoint_kill_while_an_old_one_is_dropped_leaves_no_half_one(tmp_path
     assert not caplog.records
 
 
+def test_checkpoint_leftovers_go_where_one_lies_in_another(tmp_path):
+    """A role's part could not be removed, and later the whole checkpoint: the next run did not start."""
+    (tmp_path / "global_step_2.dropped" / "critic.dropped").mkdir(parents=True)
+    Checkpoints(tmp_path).close()
+    assert not list(tmp_path.glob("global_step_*"))
+
+
 def test_checkpoint_steps_sort_as_numbers(checkpoints):
     for step in (9, 10, 100):
         save(checkpoints, step, write, {"step": step})

@@ -217,8 +217,9 @@ class Checkpoints:
         for replaced in self.folder.glob("global_step_*.replaced"):
             if replaced.with_suffix("").exists():
                 shutil.rmtree(replaced)
-        for dropped in (*self.folder.glob("global_step_*.dropped"), *self.folder.glob("global_step_*/*.dropped")):
-            shutil.rmtree(dropped)
+        for places in ("global_step_*/*.dropped", "global_step_*.dropped"):  # the one may lie in the other
+            for dropped in [*self.folder.glob(places)]:
+                shutil.rmtree(dropped)
 
     def resume(self, mode: str, path: str | None, roles: Sequence[str]) -> Resumed | None:
         """What this run continues from, the driver's part of it read; arguments and errors are those of `to_resume`.
