@@ -144,6 +144,17 @@ def test_vllm_recovers_from_weights_that_are_not_numbers(sampling, engine: Any, 
         assert len(engine.generate(prompts, SamplingParams(**sampling, eos_token_ids=()))) == 2
 
 
+def test_vllm_answers_as_before_after_rows_that_were_no_numbers(engines: MakeRollout, setting: Setting):
+    """Their cache is emptied; a prompt of before must not find its beginning there."""
+    rollout: Any = engines(setting.config(prompt_length=300, response_length=2, max_num_seqs=8), setting.model()[0])
+    prompts, sampling = make_prompts([[5 + place for place in range(300)]]), SamplingParams(temperature=0)
+    with reshard(ModuleWeights(setting.model()[1]), rollout):
+        expected = rollout.generate(prompts, sampling).batch["rollout_log_probs"]
+        with pytest.raises(GenerationError, match="not finite"):
+            rollout._require_finite([0], prompts)
+        assert torch.equal(rollout.generate(prompts, sampling).batch["rollout_log_probs"], expected)
+
+
 def test_vllm_stale_cache_is_caught(engines: MakeRollout, setting: Setting, monkeypatch):
     """H-51: with the cache of older weights vLLM answers and says nothing."""
     import vllm

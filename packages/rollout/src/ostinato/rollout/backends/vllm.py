@@ -354,7 +354,9 @@ class VllmRollout(EngineAdapter):
 
     def _require_finite(self, bad: Sequence[int] | np.ndarray, prompts: DataProto) -> None:
         if len(bad):
-            # Attention (on a CPU) reads whole blocks, and what is NaN in one stays NaN under a weight of 0.
+            # Attention (on a CPU) reads whole blocks, and what is NaN in one stays NaN under a weight of 0. No later
+            # prompt may take what is 0 now for its own beginning.
+            self._engine.reset_prefix_cache()
             for cache in self._worker.model_runner.kv_caches:
                 if isinstance(cache, torch.Tensor):
                     cache.zero_()
