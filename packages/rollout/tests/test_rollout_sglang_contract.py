@@ -241,6 +241,16 @@ def test_sglang_bad_input_is_refused_before_anything_is_built(changes, key, work
     check_rollout(setting.config(), model_path=path, world_size=1, device="cuda:0")
 
 
+def test_sglang_early_check_counts_what_torch_only_keeps_as_free(setting: Setting, monkeypatch):
+    """The roles that were built before leave it in PyTorch's cache."""
+    free = [10 * GIB]
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: free.append(60 * GIB))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (free[-1], 80 * GIB))
+    config = setting.config(gpu_memory_utilization=0.7)
+    check_rollout(config, model_path=setting.model()[0], world_size=1, device="cuda:0")
+    assert len(free) == 2, "the cache was emptied, once"
+
+
 TWO_RANKS = """
 import os, signal, subprocess, sys
 from pathlib import Path

@@ -237,6 +237,7 @@ class EngineAdapter(Adapter, ABC):
         text_config = model_config.get_text_config(decoder=True)
         check_model(config, text_config, world_size=world_size)
         if torch.device(device).type == "cuda":
+            torch.cuda.empty_cache()  # what building other roles left in it will be taken again, or given back
             specs = model_specs(model_config, config.torch_dtype, trust_remote_code=trust_remote_code)
             _check_share(config, text_config, specs, torch.device(device))
 
