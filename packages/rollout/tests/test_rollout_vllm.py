@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from ostinato.rollout import SamplingParams, build_rollout, check_installed
+from ostinato.rollout.buckets import checksum
 from ostinato.rollout.errors import ConfigError, EngineStateError, GenerationError, WeightMismatchError
 from ostinato.rollout.reshard import reshard
 from ostinato.rollout.testing import (
@@ -103,9 +104,10 @@ def test_vllm_stale_tied_head_is_caught(engines: MakeRollout, engine: Any, setti
 def test_vllm_holds_negative_zeros(engine: Any, tmp_path):
     """A CPU build tells a weight as a product, which has lost the sign of a zero; that is no change of a weight."""
     module = save_tiny_model(tmp_path, eos_token_id=None)
-    module.model.layers[0].mlp.down_proj.weight.data[::2] = -0.0
+    name, weight = "model.layers.0.mlp.down_proj.weight", module.model.layers[0].mlp.down_proj.weight.data
+    weight[::2] = -0.0
     with reshard(ModuleWeights(module), engine, check=True):
-        pass
+        assert engine.checksums()[name] == checksum(weight)
 
 
 def test_vllm_an_interrupted_call_leaves_nothing_behind(engine: Any, setting: Setting, monkeypatch):
