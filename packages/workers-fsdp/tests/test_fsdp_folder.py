@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import json
+import shutil
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -62,3 +65,15 @@ def test_folder_with_buffers_of_its_own_is_not_read_by_tensor(workspace):
     assert open_folder(model.path, module) is not None
     module.model.rotary_emb.register_buffer("inv_freq", torch.zeros(8, device="meta"))
     assert open_folder(model.path, module) is None
+
+
+@group
+@pytest.mark.usefixtures("never_whole")
+def test_folder_with_weights_in_one_file_is_read_whatever_index_was_left(workspace, tmp_path):
+    """As transformers does, and the checks before the start: its files may be gone, or older ones."""
+    shutil.copytree(workspace / "lm", tmp_path, dirs_exist_ok=True)
+    expected = load_file(tmp_path / "model.safetensors")
+    left = {"weight_map": dict.fromkeys(expected, "model-00001-of-00002.safetensors")}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(left))
+    state = _state(tmp_path)
+    assert all(torch.equal(state[name], tensor) for name, tensor in expected.items())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,14 +14,13 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+from ostinato.workers.core.weight_index import SAFETENSORS_INDEX, WHOLE, find_index, read_index
 from ostinato.workers.fsdp.lora import folder_name, is_adapter
 
 logger = logging.getLogger(__name__)
 
 Read = Callable[[str], torch.Tensor]
 """From a parameter's or buffer's name in the model to its value, in host memory and in the folder's type."""
-
-_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
 def loose_tensors(module: nn.Module) -> Iterator[tuple[nn.Module, str, str]]:
@@ -97,12 +95,12 @@ def open_folder(path: str, module: nn.Module, made: Read | None = None) -> Read 
 
 
 def _files(folder: Path) -> dict[str, Path]:
-    """Which file holds which tensor."""
-    if (folder / _INDEX).is_file():
-        weight_map = json.loads((folder / _INDEX).read_text())["weight_map"]
-        return {name: folder / file for name, file in weight_map.items()}
-    with safe_open(folder / _SINGLE, framework="pt") as file:
-        return dict.fromkeys(file.keys(), folder / _SINGLE)
+    """Which file holds which tensor, in the form that transformers loads."""
+    whole, index = folder / WHOLE[0], folder / SAFETENSORS_INDEX
+    if find_index(folder) == index:
+        return read_index(index)
+    with safe_open(whole, framework="pt") as file:
+        return dict.fromkeys(file.keys(), whole)
 
 
 def _single(module: nn.Module, name: str, parameter: torch.Tensor) -> str:
