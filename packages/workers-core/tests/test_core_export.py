@@ -75,6 +75,26 @@ def test_export_keeps_the_dtype_of_the_folder(tmp_path):
         assert torch.equal(weight.float(), own), name
 
 
+def test_export_keeps_the_type_of_buffers_that_the_folder_calls_otherwise(tmp_path):
+    """A router's corrections differ in what bfloat16 rounds away."""
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM, MiniMaxM2Config
+
+    sizes = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 1, "num_local_experts": 4}
+    tokens = {"vocab_size": 32, "bos_token_id": 1, "eos_token_id": 2}
+    config = MiniMaxM2Config(**tokens, **sizes, hidden_size=16, intermediate_size=8, head_dim=8)
+    model = AutoModelForCausalLM.from_config(config)
+    model.model.layers[0].mlp.e_score_correction_bias.copy_(7 + torch.arange(4) / 1000)
+    model.save_pretrained(tmp_path / "base")
+    held = load_file(tmp_path / "base" / "model.safetensors")
+    folder = ModelConfig(path=str(tmp_path / "base"))
+    export_hf(Weights(held), folder, tmp_path / "out", head="lm", writes=True, dtype=torch.bfloat16)
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    [name] = [name for name in held if name.endswith("e_score_correction_bias")]
+    assert torch.equal(found.pop(name), held[name])
+    assert {tensor.dtype for tensor in found.values()} == {torch.bfloat16}
+
+
 def test_export_streams_on_every_rank_and_writes_on_one(tmp_path, lm_path):
     source = Weights({"a": torch.zeros(1), "b": torch.zeros(1)})
     export_hf(source, ModelConfig(path=str(lm_path)), tmp_path / "out", head="lm", writes=False)

@@ -239,7 +239,8 @@ def _checked_types(specs: Mapping[str, TensorSpec], shell: Any, dtype: torch.dty
         raise ValueError(
             f"export: the weights do not fit {type(shell).__name__}: missing {missing[:5]}, unknown {foreign[:5]}"
         )
-    return {name: spec.dtype if name in buffers else dtype for name, spec in specs.items() if name in own}
+    kept = set(map(id, buffers.values()))  # by identity: the folder may have them under other names
+    return {name: spec.dtype if id(own[name]) in kept else dtype for name, spec in specs.items() if name in own}
 
 
 def _shards(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
