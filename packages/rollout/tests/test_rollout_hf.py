@@ -13,7 +13,7 @@ from ostinato.rollout import RolloutConfig, SamplingParams, build_rollout, decod
 from ostinato.rollout.backends.hf import HfRollout
 from ostinato.rollout.decoding import GrowingLayer, first_occurrences
 from ostinato.rollout.errors import ConfigError, GenerationError, WeightMismatchError
-from ostinato.rollout.live_weights import _strided_place
+from ostinato.rollout.live_weights import _strided_place, model_specs
 from ostinato.rollout.reshard import reshard
 from ostinato.rollout.testing import ModuleWeights, make_prompts, save_tiny_model
 
@@ -345,3 +345,13 @@ def test_first_occurrences_of_rows():
     first, inverse = first_occurrences(rows)
     assert first.tolist() == [0, 1, 3]
     assert inverse.tolist() == [0, 1, 0, 2, 1]
+
+
+def test_specs_of_an_engine_have_buffers_in_float32():
+    """Engines keep a router's correction in it; what travels in bfloat16 is rounded before it gets there."""
+    sizes = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 1, "num_local_experts": 4}
+    tokens = {"vocab_size": 32, "bos_token_id": 1, "eos_token_id": 2}
+    config = transformers.MiniMaxM2Config(**tokens, **sizes, hidden_size=16, intermediate_size=8, head_dim=8)
+    dtypes = {name: spec.dtype for name, spec in model_specs(config, torch.bfloat16).items()}
+    assert dtypes.pop("model.layers.0.block_sparse_moe.e_score_correction_bias") == torch.float32
+    assert set(dtypes.values()) == {torch.bfloat16}

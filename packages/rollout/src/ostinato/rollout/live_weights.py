@@ -140,11 +140,15 @@ def model_specs(model_config: Any, dtype: torch.dtype, *, trust_remote_code: boo
 
     Args:
         model_config: of transformers.
-        dtype: what an engine keeps them in.
+        dtype: what an engine keeps them in, but for buffers (a router's correction): those travel in float32, for
+            engines keep them in that, and transformers in what the model happens to be made in.
         trust_remote_code: run code that comes with the model.
     """
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(model_config, dtype=dtype, trust_remote_code=trust_remote_code)
+    for buffer in model.buffers():
+        if buffer.is_floating_point():
+            buffer.data = buffer.data.float()
     return LiveWeights(model).specs()
