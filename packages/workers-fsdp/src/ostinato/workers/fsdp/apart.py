@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from ostinato.protocol import DataProto
@@ -51,8 +52,9 @@ def check_apart(
     packs = [_three_rows(lengths, config.vocab_size, device) for lengths in LENGTHS]
     one, other = (answers(packed).double() for packed in packs)
     shortest = min(map(min, LENGTHS)) - 1
-    scale = (one[0] - other[0])[:shortest].norm().item()
-    change = (one[1] - other[1]).norm().item()
+    found = torch.stack([(one[1] - other[1]).norm(), (one[0] - other[0])[:shortest].norm()])
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)  # rounding may differ between ranks, what follows from it may not
+    change, scale = found.tolist()
     chunked = "chunked_attention" in (getattr(config, "layer_types", None) or ())
     if chunked or change > (LEAST if dtype == torch.float32 else LEAST_IN_HALF) * scale:
         raise ModelLoadError(
